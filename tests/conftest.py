@@ -1,0 +1,31 @@
+"""Fixtures that several test files share: the real checkpoint and its reference outputs."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+CHECKPOINT_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+@pytest.fixture(scope="session")
+def smollm2_gguf() -> Path:
+    """The SmolLM2-135M-Instruct GGUF (``make checkpoint`` fetches it into checkpoints/)."""
+    path = Path(os.environ.get("TOKENSPEED_TEST_CHECKPOINT", ROOT / "checkpoints" / CHECKPOINT_NAME))
+    if not path.is_file():
+        pytest.fail(f"the test checkpoint is missing: need {path}; run `make checkpoint` to fetch it")
+    return path
+
+
+@pytest.fixture(scope="session")
+def smollm2_reference() -> dict[str, Any]:
+    """Reference outputs by file stem: prompts, ref_fp32, ref_bf16, ref_fp32_bf16weights."""
+    folder = Path(os.environ.get("TOKENSPEED_TEST_REFERENCE", ROOT.parent / "shared" / "data" / "smollm2"))
+    if not folder.is_dir():
+        pytest.skip(f"no reference outputs at {folder}: set TOKENSPEED_TEST_REFERENCE to a folder that has them")
+    return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
