@@ -1,0 +1,35 @@
+"""TokenSpeed: an LLM inference engine shaped like a compiler.
+
+``build(checkpoint, out)`` makes an artifact; ``load(artifact)`` returns an Engine; ``AsyncLLM`` streams from
+one inside an event loop. Names resolve on first use, so that importing the package costs nothing and the
+runtime never drags the builder in.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tokenspeed.compile.build import build as build
+    from tokenspeed.runtime.async_llm import AsyncLLM as AsyncLLM
+    from tokenspeed.runtime.engine import Engine as Engine
+    from tokenspeed.runtime.engine import load as load
+    from tokenspeed.runtime.request import SamplingParams as SamplingParams
+
+_HOMES = {
+    "build": "tokenspeed.compile.build",
+    "load": "tokenspeed.runtime.engine",
+    "Engine": "tokenspeed.runtime.engine",
+    "AsyncLLM": "tokenspeed.runtime.async_llm",
+    "SamplingParams": "tokenspeed.runtime.request",
+}
+__all__ = ["AsyncLLM", "Engine", "SamplingParams", "__version__", "build", "load"]  # noqa: F822 (resolved lazily)
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tokenspeed' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,393 @@
+"""The artifact: everything that `serve` needs, as files with digests; published whole or not at all.
+
+Layout (``artifacts/README.md`` explains every part):
+
+    manifest.json                 what is inside, for which targets, with the digest of every other file
+    DIGEST                        SHA-256 of manifest.json: the artifact's identity
+    graphs/<target>/<bucket>.tslg LaunchGraphs
+    weights/<layouts>.safetensors weights in the layouts that the chosen kernels read
+    tokenizer/                    tokenizer.json and config.json
+    selection.json                why each kernel was selected
+    program.json                  the whole-model IR that the graphs were lowered from
+
+An artifact is a directory, or the same files in one uncompressed ``.tar``.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenspeed.envelope import Envelope
+from tokenspeed.errors import ArtifactError, EnvelopeError, ResourceError
+from tokenspeed.step import PlacedTensor
+from tokenspeed.target import Target
+
+FORMAT_VERSION = 1
+"""History: 1 (2026-11-29) CPU targets: graphs, packed weights, tokenizer, selection, program."""
+
+MANIFEST = "manifest.json"
+DIGEST = "DIGEST"
+VERIFY_LEVELS = ("structure", "quick", "full")
+"""structure: the manifest's own digest, every file present with its size; quick (what serving does): also the
+digest of every file but weights; full: also the digest of the weights, and nothing that the manifest does not list."""
+
+_CHUNK = 1 << 22
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of the artifact: size in bytes and lower-case hexadecimal SHA-256."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class BucketEntry:
+    """One padded shape and the file of its LaunchGraph."""
+
+    kind: str
+    num_tokens: int
+    num_seqs: int
+    num_logit_rows: int
+    graph: str
+
+
+@dataclass(frozen=True)
+class TargetSection:
+    """What the loader needs for one target. Sizes in bytes; ``kv_page_bytes`` covers all layers of one page."""
+
+    target: str
+    kernel_library: str
+    kernel_abi: int
+    weights: str
+    weights_offset: int
+    weights_bytes: int
+    arena_bytes: int
+    kv_page_bytes: int
+    io_bytes: int
+    io: tuple[PlacedTensor, ...]
+    state_bytes: int
+    state: tuple[PlacedTensor, ...]
+    buckets: tuple[BucketEntry, ...]
+
+
+@dataclass(frozen=True)
+class ModelSection:
+    """Facts of the model that a server or a scheduler asks for, and where they came from."""
+
+    name: str
+    architecture: str
+    vocab_size: int
+    num_layers: int
+    hidden_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    num_parameters: int
+    checkpoint_kind: str
+    checkpoint_sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of manifest.json."""
+
+    format_version: int
+    tokenspeed_version: str
+    model: ModelSection
+    envelope: Envelope
+    targets: tuple[TargetSection, ...]
+    files: Mapping[str, FileEntry] = field(default_factory=dict)
+
+    def section(self, target: Target) -> TargetSection:
+        for section in self.targets:
+            if section.target == str(target):
+                return section
+        raise ArtifactError(
+            f"the artifact holds no target {target}: it was built for {', '.join(s.target for s in self.targets)}",
+            hint=f"rebuild it with `tokenspeed build --target {target}`",
+        )
+
+    def to_bytes(self) -> bytes:
+        data = {
+            "format_version": self.format_version,
+            "tokenspeed_version": self.tokenspeed_version,
+            "model": asdict(self.model),
+            "envelope": self.envelope.to_json(),
+            "targets": [asdict(t) for t in self.targets],
+            "files": {name: asdict(self.files[name]) for name in sorted(self.files)},
+        }
+        return (json.dumps(data, indent=1, ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Manifest:
+        """Parse manifest.json. Raises ArtifactError for another format version or a malformed manifest."""
+        try:
+            raw = json.loads(data)
+            version = raw["format_version"]
+        except (ValueError, KeyError, TypeError):
+            raise ArtifactError("manifest.json is not a manifest: it is no JSON object with a format_version") from None
+        if version != FORMAT_VERSION:
+            raise ArtifactError(
+                f"the artifact has format version {version}; this TokenSpeed reads version {FORMAT_VERSION}",
+                hint="rebuild the artifact with this version of `tokenspeed build`",
+            )
+        try:
+            return cls(
+                format_version=version,
+                tokenspeed_version=raw["tokenspeed_version"],
+                model=ModelSection(**raw["model"]),
+                envelope=Envelope.from_json(raw["envelope"]),
+                targets=tuple(_target_section(t) for t in raw["targets"]),
+                files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
+            )
+        except (KeyError, TypeError, AttributeError, EnvelopeError) as e:
+            raise ArtifactError(f"manifest.json is malformed: {e}", hint="rebuild the artifact") from None
+
+
+def _target_section(raw: dict[str, Any]) -> TargetSection:
+    placed = {
+        name: tuple(PlacedTensor(t["name"], t["dtype"], tuple(t["shape"]), t["offset"]) for t in raw[name])
+        for name in ("io", "state")
+    }
+    return TargetSection(**{**raw, **placed, "buckets": tuple(BucketEntry(**b) for b in raw["buckets"])})
+
+
+@dataclass(frozen=True)
+class Location:
+    """Where the bytes of one artifact file lie: a path, an offset into it, a size."""
+
+    path: Path
+    offset: int
+    bytes: int
+
+
+class Artifact:
+    """An artifact opened for reading: a directory or an uncompressed tar file."""
+
+    def __init__(self, path: Path, locations: Mapping[str, Location]):
+        self.path = path
+        self._locations = locations
+        raw = self.read(MANIFEST)
+        recorded = self.read(DIGEST).decode("ascii", "replace").strip()
+        self.digest = hashlib.sha256(raw).hexdigest()
+        if recorded != self.digest:
+            raise ArtifactError(
+                f"{path}: manifest.json is damaged: its SHA-256 is {self.digest[:16]}...,"
+                f" DIGEST says {recorded[:16]}...",
+                hint="copy the artifact again from where it was built, or rebuild it",
+            )
+        self.manifest = Manifest.from_bytes(raw)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Artifact:
+        """Open the artifact at ``path``. Raises ArtifactError if there is none, or if its manifest is damaged."""
+        path = Path(path)
+        if path.is_dir():
+            names = (p for p in sorted(path.rglob("*")) if p.is_file())
+            return cls(path, {p.relative_to(path).as_posix(): Location(p, 0, p.stat().st_size) for p in names})
+        if path.is_file():
+            return cls(path, _tar_locations(path))
+        raise ArtifactError(
+            f"no artifact at {path}: need a directory or a .tar file made by `tokenspeed build`",
+            hint="check the path, or build one with `tokenspeed build CHECKPOINT -o PATH`",
+        )
+
+    def locate(self, name: str) -> Location:
+        """Where the file ``name`` lies. Raises ArtifactError if it is missing."""
+        try:
+            return self._locations[name]
+        except KeyError:
+            raise ArtifactError(
+                f"{self.path}: the file {name} is missing", hint="copy the artifact again, or rebuild it"
+            ) from None
+
+    def read(self, name: str) -> bytes:
+        """The whole file ``name``."""
+        at = self.locate(name)
+        try:
+            with at.path.open("rb") as f:
+                f.seek(at.offset)
+                return f.read(at.bytes)
+        except OSError as e:
+            raise ArtifactError(f"{self.path}: cannot read {name}: {e.strerror}") from None
+
+    def verify(self, level: str = "full") -> int:
+        """Check the files against the manifest at ``level`` (one of VERIFY_LEVELS); returns the bytes hashed.
+
+        Raises ArtifactError naming the first file that is missing, resized, damaged or unlisted.
+        """
+        hashed = 0
+        for name, entry in sorted(self.manifest.files.items()):
+            at = self.locate(name)
+            if at.bytes != entry.bytes:
+                raise ArtifactError(
+                    f"{self.path}: {name} has {at.bytes} bytes; the manifest says {entry.bytes}",
+                    hint="the copy was cut short: copy the artifact again, or rebuild it",
+                )
+            if level == "full" or (level == "quick" and not name.startswith("weights/")):
+                digest = _hash_location(at)
+                hashed += at.bytes
+                if digest != entry.sha256:
+                    raise ArtifactError(
+                        f"{self.path}: {name} is damaged: its SHA-256 is {digest[:16]}..., the manifest says"
+                        f" {entry.sha256[:16]}...",
+                        hint="copy the artifact again from where it was built, or rebuild it",
+                    )
+        if level == "full":
+            unlisted = sorted(set(self._locations) - set(self.manifest.files) - {MANIFEST, DIGEST})
+            if unlisted:
+                raise ArtifactError(
+                    f"{self.path}: {', '.join(unlisted[:3])} is not listed in the manifest",
+                    hint="remove what does not belong to the artifact, or rebuild it",
+                )
+        return hashed
+
+
+def _tar_locations(path: Path) -> dict[str, Location]:
+    import tarfile  # only for archives: a directory, the usual case, does without the import
+
+    try:
+        with tarfile.open(path, "r:") as tar:
+            return {m.name: Location(path, m.offset_data, m.size) for m in tar.getmembers() if m.isreg()}
+    except (tarfile.TarError, OSError) as e:
+        raise ArtifactError(f"{path} is no artifact: need a directory or an uncompressed .tar file ({e})") from None
+
+
+def _hash_location(at: Location) -> str:
+    digest, left = hashlib.sha256(), at.bytes
+    with at.path.open("rb") as f:
+        f.seek(at.offset)
+        while left and (chunk := f.read(min(_CHUNK, left))):
+            digest.update(chunk)
+            left -= len(chunk)
+    return digest.hexdigest()
+
+
+@contextmanager
+def publishing(path: Path, *, force: bool = False) -> Iterator[Path]:
+    """Yield a folder to write an artifact into; on success it appears at ``path`` whole, on failure not at all.
+
+    Raises:
+        ArtifactError: ``path`` exists and ``force`` is false.
+        ResourceError: the disk is full or the folder cannot be written.
+    """
+    if path.exists() and not force:
+        raise ArtifactError(f"{path} exists already", hint="choose another path with -o, or pass --force to replace it")
+    temporary = path.parent / f".{path.name}.building-{os.getpid()}"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        yield temporary
+        _sync_tree(temporary)
+        if path.exists():
+            _replace(temporary, path)
+        else:
+            temporary.rename(path)
+        _sync(path.parent)
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise ResourceError(
+                f"the disk is full while writing {path}: nothing was published",
+                hint="free some space, or write the artifact elsewhere with -o",
+            ) from e
+        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EIO, errno.EFBIG):
+            raise ResourceError(f"cannot write {path}: {e.strerror}", hint="choose another path with -o") from e
+        raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def seal(folder: Path, manifest: Manifest) -> str:
+    """Hash every file under ``folder`` into ``manifest``, write it with its DIGEST; returns the artifact's digest."""
+    files = {}
+    for p in sorted(q for q in folder.rglob("*") if q.is_file()):
+        size = p.stat().st_size
+        files[p.relative_to(folder).as_posix()] = FileEntry(size, _hash_location(Location(p, 0, size)))
+    raw = Manifest(**{**manifest.__dict__, "files": files}).to_bytes()
+    digest = hashlib.sha256(raw).hexdigest()
+    (folder / MANIFEST).write_bytes(raw)
+    (folder / DIGEST).write_text(digest + "\n")
+    return digest
+
+
+def write_archive(folder: Path, path: Path, *, force: bool = False) -> None:
+    """Pack the artifact directory ``folder`` into one uncompressed tar at ``path``, the same bytes every time."""
+    import tarfile
+
+    if path.exists() and not force:
+        raise ArtifactError(f"{path} exists already", hint="choose another path with -o, or pass --force to replace it")
+    temporary = path.with_name(f".{path.name}.building-{os.getpid()}")
+    try:
+        with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as tar:
+            for p in sorted(q for q in folder.rglob("*") if q.is_file()):
+                info = tarfile.TarInfo(p.relative_to(folder).as_posix())
+                info.size, info.mode = p.stat().st_size, 0o644
+                with p.open("rb") as f:
+                    tar.addfile(info, f)
+        _sync(temporary)
+        temporary.replace(path)
+    except OSError as e:
+        raise ResourceError(f"cannot write {path}: {e.strerror}", hint="free some space or choose another path") from e
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(folder: Path) -> None:
+    for p in sorted(folder.rglob("*")):
+        _sync(p)
+    _sync(folder)
+
+
+def _replace(new: Path, path: Path) -> None:
+    """Put ``new`` at ``path``; what was there is kept until the new one is in place."""
+    old = path.parent / f".{path.name}.replaced-{os.getpid()}"
+    path.rename(old)
+    try:
+        new.rename(path)
+    except OSError:
+        old.rename(path)
+        raise
+    shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
+
+
+def choose_target(manifest: Manifest, runnable: Sequence[Target], wanted: Target | None = None) -> TargetSection:
+    """The section to run: ``wanted``, or the best that this machine runs.
+
+    Raises ArtifactError saying what the artifact holds and what this machine runs.
+    """
+    if wanted is not None:
+        if wanted not in runnable:
+            raise ArtifactError(f"this machine cannot run {wanted}: it runs {_names(runnable)}")
+        return manifest.section(wanted)
+    built = {section.target: section for section in manifest.targets}
+    for target in reversed(runnable):
+        if str(target) in built:
+            return built[str(target)]
+    raise ArtifactError(
+        f"the artifact was built for {', '.join(built)}; this machine runs {_names(runnable)}",
+        hint=f"rebuild it with `tokenspeed build --target {runnable[-1] if runnable else 'cpu:x86-64-v3'}`",
+    )
+
+
+def _names(targets: Sequence[Target]) -> str:
+    return ", ".join(map(str, targets)) or "no target"
