@@ -160,9 +160,17 @@ class Program:
                 users[name] = (*users.get(name, ()), op)
         return users
 
-    def with_ops(self, ops: Iterable[Op], values: Iterable[Value] = ()) -> Program:
-        """The Program with ``ops`` instead, and ``values`` added or replaced by name."""
-        return replace(self, ops=tuple(ops), values={**self.values, **{value.name: value for value in values}})
+    def with_ops(self, ops: Iterable[Op], weights: Iterable[Value] = ()) -> Program:
+        """The Program with ``ops`` instead and ``weights`` added; results are typed anew by the schemas.
+
+        Raises ProgramError when an op does not fit its schema, or a name is defined twice or not at all.
+        """
+        builder = ProgramBuilder(self.name, self.metadata)
+        for value in (*self.with_role(Role.INPUT, Role.STATE, Role.WEIGHT), *weights):
+            builder.define(value)
+        for op in ops:
+            builder.append(op)
+        return builder.finish(self.outputs)
 
     def to_json(self) -> str:
         """The canonical JSON form: equal Programs give equal bytes."""
@@ -185,9 +193,9 @@ class ProgramBuilder:
         self._metadata = Attrs(metadata)
         self._values: dict[str, Value] = {}
         self._ops: list[Op] = []
-        self._dtype = str(metadata["dtype"])
+        self.dtype = str(metadata["dtype"])
 
-    def _define(self, value: Value) -> str:
+    def define(self, value: Value) -> str:
         if value.name in self._values:
             raise ProgramError(f"value {value.name!r} is defined twice: every value is assigned once")
         self._values[value.name] = value
@@ -200,20 +208,23 @@ class ProgramBuilder:
         }  # fmt: skip
         for tensor in INPUTS:
             shape = tuple(symbol[dim] if isinstance(dim, str) else dim for dim in tensor.shape)
-            self._define(Value(tensor.name, tensor.dtype, shape, Role.INPUT))
+            self.define(Value(tensor.name, tensor.dtype, shape, Role.INPUT))
 
     def weight(self, name: str, shape: tuple[int, ...], dtype: str | None = None, source: Source | None = None) -> str:
         """Define a weight of the program dtype, or of ``dtype``; returns its name."""
-        return self._define(Value(name, dtype or self._dtype, shape, Role.WEIGHT, source))
+        return self.define(Value(name, dtype or self.dtype, shape, Role.WEIGHT, source))
 
     def state(self, name: str, dtype: str, shape: tuple[Dim, ...]) -> str:
-        return self._define(Value(name, dtype, shape, Role.STATE))
+        return self.define(Value(name, dtype, shape, Role.STATE))
 
     def op(self, kind: str, name: str, *inputs: str, results: Sequence[str] = (), **attrs: AttrValue) -> str:
         """Append an op; returns its first result. Results are named after the op unless ``results`` says."""
-        op = Op(kind, name, inputs, tuple(results) or (name,), Attrs(attrs))
-        for value in result_values(op, [self._lookup(op, name).type for name in inputs], self._dtype):
-            self._define(value)
+        return self.append(Op(kind, name, inputs, tuple(results) or (name,), Attrs(attrs)))
+
+    def append(self, op: Op) -> str:
+        """Append ``op`` and define its results; returns the first of them."""
+        for value in result_values(op, [self._lookup(op, name).type for name in op.inputs], self.dtype):
+            self.define(value)
         self._ops.append(op)
         return op.outputs[0]
 
@@ -223,10 +234,17 @@ class ProgramBuilder:
         return self._values[name]
 
     def finish(self, outputs: Sequence[str]) -> Program:
-        """The Program that reports ``outputs``, whose role becomes ``output``."""
+        """The Program that reports ``outputs``, whose role becomes ``output``.
+
+        Values are ordered: inputs, states, weights, then results in the order of execution.
+        """
         for name in outputs:
+            if name not in self._values:
+                raise ProgramError(f"output {name!r} is not defined by any op")
             self._values[name] = replace(self._values[name], role=Role.OUTPUT)
-        return Program(self._name, self._values, tuple(self._ops), tuple(outputs), self._metadata)
+        order = {Role.INPUT: 0, Role.STATE: 1, Role.WEIGHT: 2, Role.TEMP: 3, Role.OUTPUT: 3}
+        values = {value.name: value for value in sorted(self._values.values(), key=lambda value: order[value.role])}
+        return Program(self._name, values, tuple(self._ops), tuple(outputs), self._metadata)
 
 
 def result_values(op: Op, operand_types: Sequence[TensorType], dtype: str) -> tuple[Value, ...]:

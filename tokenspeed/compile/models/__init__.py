@@ -1,0 +1,37 @@
+"""Model families: which builder turns a checkpoint's config into a Program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+from tokenspeed.compile.models.llama import build_llama
+from tokenspeed.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from tokenspeed.compile.checkpoint import ModelConfig
+    from tokenspeed.compile.program import Program
+
+
+class FamilyBuilder(Protocol):
+    """Builds the model-level Program of one family."""
+
+    def __call__(self, config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int) -> Program: ...
+
+
+FAMILIES: Mapping[str, FamilyBuilder] = {"llama": build_llama}
+"""By ``ModelConfig.architecture``."""
+
+
+def build_program(config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int) -> Program:
+    """The model-level Program of ``config``: dtype float32 or bfloat16, lengths in positions.
+
+    Raises CheckpointError for a family that has no builder.
+    """
+    build = FAMILIES.get(config.architecture)
+    if build is None:
+        raise CheckpointError(
+            f"no model family for architecture {config.architecture!r}: need one of {', '.join(sorted(FAMILIES))}",
+            hint="convert the checkpoint to a supported family, or add a builder under tokenspeed/compile/models",
+        )
+    return build(config, dtype=dtype, max_model_len=max_model_len, page_size=page_size)
