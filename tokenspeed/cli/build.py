@@ -1,0 +1,89 @@
+"""``tokenspeed build``: compile a checkpoint into an artifact."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from tokenspeed.cli.options import Subparsers, add_command, add_json, print_json, require_builder
+
+_FLAGS = ("model", "dtype", "numerics", "max_model_len", "max_num_seqs", "max_prefill_tokens", "max_logit_rows",
+          "page_size", "split_positions")  # fmt: skip
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        "build",
+        help="compile a checkpoint into an artifact",
+        description="Resolve the envelope (what the deployment promises), select a kernel for every op of every shape\n"
+        "bucket, lay out memory, write the launch graphs, and pack the weights for the kernels chosen.\n"
+        "CHECKPOINT is a Hugging Face directory (safetensors) or a GGUF file. No compiler runs when it is served.",
+        examples="  tokenspeed build SmolLM2-135M-Instruct.Q4_1.gguf -o artifacts/smollm2\n"
+        "  tokenspeed build ./Llama-3.2-1B -o artifacts/llama --dtype bf16 --max-model-len 8192 \\\n"
+        "      --target cpu:x86-64-v4+amx,cpu:x86-64-v3\n"
+        "  tokenspeed build ./Llama-3.2-1B -o rl.tar --numerics rl-bitwise --print-envelope\n"
+        "  tokenspeed build ./Llama-3.2-1B -o artifacts/llama --recipe artifacts/recipes/llama-cpu.toml",
+    )
+    parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Hugging Face directory or GGUF file")
+    parser.add_argument("-o", "--output", metavar="PATH", help="where the artifact goes; a name ending in .tar makes one"
+                        " file (default: artifacts/NAME)")  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="replace what is at PATH once the new artifact is whole")
+    parser.add_argument("--recipe", metavar="FILE", help="a TOML file with an [envelope] table; flags win over it")
+    parser.add_argument("--print-envelope", action="store_true",
+                        help="print the resolved envelope, who set each field, and stop")  # fmt: skip
+    parser.add_argument("--solution", action="append", default=[], metavar="OP=SOLUTION",
+                        help="pin the solution of an op, e.g. linear=native; fails if it has no kernel")  # fmt: skip
+    add_json(parser)
+    group = parser.add_argument_group("envelope")
+    group.add_argument("--target", dest="targets", metavar="TARGETS", help="comma-separated, e.g. cpu:x86-64-v4+bf16,"
+                       "cpu:x86-64-v3 (default: cpu:native, this machine's best)")  # fmt: skip
+    group.add_argument("--dtype", help="float32 or bfloat16 (default: bfloat16)")
+    group.add_argument("--numerics", help="auto, or rl-bitwise: only kernels whose rows never depend on the batch")
+    group.add_argument("--model-name", dest="model", metavar="NAME", help="name that the server answers to")
+    for name, doc in (
+        ("max-model-len", "longest context in tokens (default: the checkpoint's)"),
+        ("max-num-seqs", "most sequences that run at once (default: 64)"),
+        ("max-prefill-tokens", "most tokens in one step (default: 2048)"),
+        ("max-logit-rows", "most rows of logits in one step (default: max-num-seqs)"),
+        ("page-size", "positions in a KV page (default: 64)"),
+        ("split-positions", "attention restarts its sums at multiples of this (default: 1024)"),
+    ):
+        group.add_argument(f"--{name}", type=int, metavar="N", help=doc)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    builder = require_builder("tokenspeed.compile.build")
+    flags = {name: getattr(args, name) for name in (*_FLAGS, "targets")}
+    if args.print_envelope:
+        envelope = builder.resolve_envelope(args.checkpoint, flags=flags, recipe=args.recipe)
+        if args.json:
+            print_json(envelope.to_json())
+        else:
+            print(envelope.describe())
+        return 0
+    result = builder.build(
+        args.checkpoint,
+        args.output,
+        recipe=args.recipe,
+        solutions=builder.parse_solutions(args.solution),
+        force=args.force,
+        progress=builder.Progress(sys.stderr),
+        **flags,
+    )
+    if args.json:
+        print_json(result.to_json())
+    else:
+        print(f"{result.path}  {size_of(result.bytes)}  sha256:{result.digest}")
+    return 0
+
+
+def size_of(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.0f} MB" if nbytes < 10**9 else f"{nbytes / 1e9:.1f} GB"
+
+
+def default_output(name: str) -> Path:
+    """Where an artifact goes when nobody says."""
+    return Path("artifacts") / name

@@ -1,0 +1,79 @@
+"""``tokenspeed inspect``: what is in an artifact."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_json, print_json
+from tokenspeed.errors import UsageError
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        "inspect",
+        help="show what is in an artifact",
+        description="Show the model, the envelope, the targets with their regions and buckets, and the files.\n"
+        "With --graph, print one LaunchGraph node by node; with --program, the ops of the whole-model IR.",
+        examples="  tokenspeed inspect artifacts/smollm2\n"
+        "  tokenspeed inspect artifacts/smollm2 --graph graphs/cpu-x86-64-v4/decode-1.tslg\n"
+        "  tokenspeed inspect artifacts/smollm2 --json | jq .targets[0].buckets",
+    )
+    add_artifact(parser)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--graph", metavar="FILE", help="print this LaunchGraph of the artifact")
+    what.add_argument("--program", action="store_true", help="print the Program's ops")
+    add_json(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    from tokenspeed.artifact import Artifact
+    from tokenspeed.graph import decode
+
+    artifact = Artifact.open(args.artifact)
+    if args.graph:
+        known = [b.graph for section in artifact.manifest.targets for b in section.buckets]
+        if args.graph not in known:
+            raise UsageError(f"the artifact has no graph {args.graph!r}", hint=f"it has {', '.join(known)}")
+        graph = decode(artifact.read(args.graph))
+        if args.json:
+            print_json(graph.to_json())
+        else:
+            print(graph)
+    elif args.program:
+        text = artifact.read("program.json").decode()
+        if args.json:
+            print(text)
+        else:
+            for op in json.loads(text)["ops"]:
+                print(f"{op['name']:<32}{op['kind']:<20}{', '.join(op['inputs'])} -> {', '.join(op['outputs'])}")
+    elif args.json:
+        print_json({"digest": artifact.digest, **json.loads(artifact.read("manifest.json"))})
+    else:
+        _print(artifact)
+    return 0
+
+
+def _print(artifact: Any) -> None:
+    manifest, model = artifact.manifest, artifact.manifest.model
+    print(f"{artifact.path}\n  sha256:{artifact.digest}\n  format {manifest.format_version}, built by tokenspeed"
+          f" {manifest.tokenspeed_version}")  # fmt: skip
+    print(f"\nmodel {model.name}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {model.num_layers} layers,"
+          f" hidden {model.hidden_size}, {model.num_heads} heads ({model.num_kv_heads} KV) of {model.head_dim},"
+          f" vocabulary {model.vocab_size}\n  from {model.checkpoint_kind} sha256:{model.checkpoint_sha256}")  # fmt: skip
+    print("\nenvelope")
+    print("\n".join("  " + line for line in manifest.envelope.describe().splitlines()))
+    for section in manifest.targets:
+        print(f"\ntarget {section.target}: kernels {section.kernel_library} ABI {section.kernel_abi}")
+        for region, nbytes in (("weights", section.weights_bytes), ("arena", section.arena_bytes), ("io", section.io_bytes),
+                               ("state", section.state_bytes), ("kv page", section.kv_page_bytes)):  # fmt: skip
+            print(f"  {region:<8}{nbytes / 1e6:>10.2f} MB")
+        for bucket in section.buckets:
+            print(f"  bucket {bucket.kind:<7} {bucket.num_tokens:>6} tokens {bucket.num_seqs:>5} sequences"
+                  f" {bucket.num_logit_rows:>5} logit rows  {bucket.graph}")  # fmt: skip
+    print("\nfiles")
+    for name, entry in sorted(manifest.files.items()):
+        print(f"  {entry.bytes:>12}  {entry.sha256[:16]}  {name}")

@@ -1,0 +1,92 @@
+"""The executor: Step -> tokens. It copies a step's inputs into the io region, picks the bucket's LaunchGraph
+and runs it on the device; it knows nothing of requests, and the scheduler knows nothing of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from tokenspeed import _native
+from tokenspeed.artifact import TargetSection
+from tokenspeed.step import INPUTS, PlacedTensor
+
+_FORMATS = {"int32": "i", "int64": "q", "uint64": "Q", "float32": "f"}
+
+
+class Step(Protocol):
+    """What the scheduler plans: sizes, and one buffer per tensor of ``tokenspeed.step.INPUTS``."""
+
+    @property
+    def num_tokens(self) -> int: ...
+    @property
+    def num_seqs(self) -> int: ...
+    @property
+    def num_logit_rows(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class StepOutputs:
+    """Views of the io region, valid until the next submit. ``tokens`` is int32[num_logit_rows]."""
+
+    tokens: memoryview
+    logprob: memoryview
+    rank: memoryview
+    top_ids: memoryview
+    top_logprobs: memoryview
+
+
+class Executor:
+    """Runs steps on one device.
+
+    Args:
+        device: a device whose regions are allocated and whose graphs are loaded.
+        section: the artifact's section for the device's target.
+        graphs: device handles of the LaunchGraphs, parallel to ``section.buckets`` (smallest bucket first).
+    """
+
+    def __init__(self, device: Any, section: TargetSection, graphs: Sequence[int]):
+        self.device = device
+        io = _tensor_views(device.view("io"), section.io)
+        self._inputs = [(tensor.name, io[tensor.name]) for tensor in INPUTS]
+        self._outputs = io
+        self._buckets = list(zip(section.buckets, graphs, strict=True))
+
+    def submit(self, step: Step) -> Any:
+        """Start ``step``; returns a ticket for ``wait``."""
+        for name, destination in self._inputs:
+            source = memoryview(getattr(step, name))
+            destination[: len(source)] = source
+        return self.device.submit(self.graph_for(step), step.num_tokens, step.num_seqs, step.num_logit_rows)
+
+    def wait(self, ticket: Any, num_logit_rows: int) -> StepOutputs:
+        """Block until the step of ``ticket`` is done. Raises _native.DeviceError if the device failed."""
+        self.device.wait(ticket)
+        io, rows = self._outputs, num_logit_rows
+        return StepOutputs(
+            io["out_token"][:rows],
+            io["out_logprob"][:rows],
+            io["out_rank"][:rows],
+            io["out_top_ids"],
+            io["out_top_logprobs"],
+        )
+
+    def graph_for(self, step: Step) -> int:
+        """The LaunchGraph of the smallest bucket that holds ``step``; the build proved that there is one."""
+        decode = step.num_tokens == step.num_seqs
+        for bucket, graph in self._buckets:
+            if (
+                (decode or bucket.kind == "mixed")
+                and step.num_tokens <= bucket.num_tokens
+                and step.num_seqs <= bucket.num_seqs
+                and step.num_logit_rows <= bucket.num_logit_rows
+            ):
+                return graph
+        raise AssertionError(f"no bucket holds {step.num_tokens} tokens of {step.num_seqs} sequences")
+
+
+def _tensor_views(region: memoryview, tensors: Sequence[PlacedTensor]) -> dict[str, memoryview]:
+    return {t.name: region[t.offset : t.offset + t.nbytes].cast(_FORMATS[t.dtype]) for t in tensors}
+
+
+DeviceError = _native.DeviceError

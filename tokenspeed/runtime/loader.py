@@ -1,0 +1,194 @@
+"""The loader: verify an artifact, place its regions, read the weights, resolve the LaunchGraphs.
+
+After ``load`` the device is sealed: no allocation, no graph, no weight enters it again.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tokenspeed import _native
+from tokenspeed.artifact import Artifact, TargetSection, choose_target
+from tokenspeed.errors import ArtifactError, ResourceError, UsageError
+from tokenspeed.runtime.executor import Executor
+from tokenspeed.runtime.tokenizer import Tokenizer
+from tokenspeed.target import Target, runnable_targets
+
+KV_SHARE_OF_MEMORY = 0.25
+"""Share of the memory left after weights and arena that KV pages may take when no size is given. The operating
+system hands the pages out as they are first used."""
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How to load. ``threads`` None uses every core this process may use; ``kv_gib`` None sizes the KV pages from
+    free memory; ``verify`` is one of tokenspeed.artifact.VERIFY_LEVELS."""
+
+    target: Target | None = None
+    threads: int | None = None
+    kv_gib: float | None = None
+    verify: str = "quick"
+    pin: bool = False
+
+
+@dataclass
+class Loaded:
+    """A model in memory, ready to run steps. ``seconds`` says where the time went."""
+
+    artifact: Artifact
+    section: TargetSection
+    executor: Executor
+    tokenizer: Tokenizer
+    num_pages: int
+    threads: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Loaded:
+    """Load the artifact at ``path``.
+
+    Raises:
+        ArtifactError: missing, damaged, or built for other machines.
+        ResourceError: not enough memory for one sequence of max_model_len.
+    """
+    options = options or LoadOptions()
+    seconds: dict[str, float] = {}
+    started = time.perf_counter()
+
+    def lap(name: str) -> None:
+        nonlocal started
+        now = time.perf_counter()
+        seconds[name], started = now - started, now
+
+    artifact = Artifact.open(Path(path))
+    section = choose_target(artifact.manifest, runnable_targets(), options.target)
+    _check_kernels(section)
+    artifact.verify(options.verify)
+    lap("verify")
+
+    threads = options.threads or len(os.sched_getaffinity(0))
+    num_pages = plan_pages(artifact, section, options.kv_gib)
+    device = _native.CpuDevice(threads, options.pin)
+    weights = _in_background(lambda: _load_weights(device, artifact, section))
+    tokenizer = Tokenizer.from_artifact(artifact)
+    lap("tokenizer")
+    weights.result()
+    lap("weights")
+    for region, nbytes in (
+        ("kv", num_pages * section.kv_page_bytes),
+        ("arena", section.arena_bytes),
+        ("io", section.io_bytes),
+        ("state", section.state_bytes),
+    ):
+        device.allocate(region, nbytes)
+    graphs = [_load_graph(device, artifact, bucket.graph, section.kv_page_bytes) for bucket in section.buckets]
+    device.seal()
+    lap("graphs")
+    return Loaded(artifact, section, Executor(device, section, graphs), tokenizer, num_pages, threads, seconds)
+
+
+def plan_pages(artifact: Artifact, section: TargetSection, kv_gib: float | None) -> int:
+    """How many KV pages to hold: enough for every sequence at full length, or what memory allows.
+
+    Raises ResourceError when not even one sequence of max_model_len fits, saying what would.
+    """
+    envelope = artifact.manifest.envelope
+    available = available_memory()
+    fixed = section.weights_bytes + section.arena_bytes + section.io_bytes + section.state_bytes
+    if kv_gib is not None:
+        if not kv_gib > 0:
+            raise UsageError(f"the KV size is {kv_gib} GiB; it must be above 0")
+        budget = int(kv_gib * (1 << 30))
+        if budget + fixed > available:
+            raise ResourceError(
+                f"{_gib(budget)} of KV pages and {_gib(fixed)} of weights and buffers need more than the"
+                f" {_gib(available)} of memory that are free",
+                hint="lower --kv-gib",
+            )
+    else:
+        budget = int(max(0, available - fixed) * KV_SHARE_OF_MEMORY)
+    pages = min(budget // section.kv_page_bytes, envelope.max_num_seqs * envelope.pages_per_seq)
+    if pages < envelope.pages_per_seq:
+        fits = pages * envelope.page_size
+        raise ResourceError(
+            f"max_model_len = {envelope.max_model_len} does not fit in memory: one sequence of that length needs"
+            f" {_gib(envelope.pages_per_seq * section.kv_page_bytes)} of KV pages, and {_gib(budget)} may be used"
+            f" ({_gib(available)} of memory are free)",
+            hint=f"raise --kv-gib, or rebuild with `tokenspeed build --max-model-len {fits}`"
+            if fits
+            else "free memory",
+        )
+    return int(pages)
+
+
+def available_memory() -> int:
+    """Bytes this process may still use: what the machine has free, within its control group's limit."""
+    available = 1 << 62
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    try:
+        if (text := limit.read_text().strip()) != "max":
+            available = min(available, int(text) - int(used.read_text()))
+    except (OSError, ValueError):
+        pass  # no control group of version 2 here
+    return available
+
+
+def _check_kernels(section: TargetSection) -> None:
+    if (section.kernel_library, section.kernel_abi) != ("native", _native.KERNEL_ABI):
+        raise ArtifactError(
+            f"the artifact was built against kernels {section.kernel_library!r} ABI {section.kernel_abi}; this runtime"
+            f" has 'native' ABI {_native.KERNEL_ABI}",
+            hint="rebuild the artifact with this version of `tokenspeed build`",
+        )
+
+
+def _load_weights(device: Any, artifact: Artifact, section: TargetSection) -> None:
+    at = artifact.locate(section.weights)
+    if section.weights_offset + section.weights_bytes > at.bytes:
+        raise ArtifactError(f"{section.weights} is too short: the manifest places weights beyond its end")
+    try:
+        device.load_weights(str(at.path), at.offset + section.weights_offset, section.weights_bytes)
+    except _native.DeviceError as e:
+        raise ResourceError(f"cannot load the weights: {e}") from None
+
+
+def _load_graph(device: Any, artifact: Artifact, name: str, kv_page_bytes: int) -> int:
+    try:
+        return int(device.load_graph(artifact.read(name), kv_page_bytes))
+    except _native.GraphError as e:
+        raise ArtifactError(f"{name} cannot be loaded: {e}", hint="rebuild the artifact") from None
+
+
+class _Background:
+    def __init__(self, work: Any):
+        self._error: BaseException | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="tokenspeed-weights", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as e:  # carried to the thread that asks for the result
+            self._error = e
+
+    def result(self) -> None:
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+def _in_background(work: Any) -> _Background:
+    return _Background(work)
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.2f} GiB"
