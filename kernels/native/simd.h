@@ -4,7 +4,16 @@
 // instruction set, so no two definitions ever meet in the linker.
 #pragma once
 
+// GCC 12 takes the undefined operands inside its own AVX-512 intrinsics for mistakes of their callers.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+// GCC 12's AVX-512 intrinsics start from registers that are undefined on purpose, and warn about it.
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
+#pragma GCC diagnostic pop
 
 #include <cmath>
 #include <cstdint>
@@ -70,6 +79,14 @@ TS_INLINE void load_pairs(const bf16* p, f32x16& even, f32x16& odd) {
   even = {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))};
   odd = {_mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
 }
+// One pair of bfloat16 in all lanes.
+TS_INLINE void broadcast_pair(const bf16* p, f32x16& even, f32x16& odd) {
+  int pair;
+  std::memcpy(&pair, p, 4);
+  __m512i w = _mm512_set1_epi32(pair);
+  even = {_mm512_castsi512_ps(_mm512_slli_epi32(w, 16))};
+  odd = {_mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
 TS_INLINE void store_bf16(bf16* p, f32x16 a) {  // round to nearest even; NaN stays NaN
   __m512i w = _mm512_castps_si512(a.v);
   __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(w, 16), _mm512_set1_epi32(1));
@@ -77,6 +94,18 @@ TS_INLINE void store_bf16(bf16* p, f32x16 a) {  // round to nearest even; NaN st
   __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
   r = _mm512_mask_or_epi32(r, nan, _mm512_srli_epi32(w, 16), _mm512_set1_epi32(0x40));
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(r));
+}
+TS_INLINE f32x16 round_to_bf16(f32x16 a) {  // the nearest bfloat16, still in float32 lanes; NaN stays NaN
+  const __m512i w = _mm512_castps_si512(a.v);
+  const __m512i lsb = _mm512_and_si512(_mm512_srli_epi32(w, 16), _mm512_set1_epi32(1));
+  const __mmask16 nan = _mm512_cmp_ps_mask(a.v, a.v, _CMP_UNORD_Q);
+  __m512i r = _mm512_add_epi32(_mm512_add_epi32(w, lsb), _mm512_set1_epi32(0x7fff));
+  r = _mm512_mask_or_epi32(r, nan, w, _mm512_set1_epi32(0x400000));
+  return {_mm512_castsi512_ps(_mm512_and_si512(r, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+}
+TS_INLINE void store_pairs(bf16* p, f32x16 even, f32x16 odd) {  // the inverse of load_pairs; rounds
+  const __m512i lower = _mm512_srli_epi32(_mm512_castps_si512(round_to_bf16(even).v), 16);
+  _mm512_storeu_si512(p, _mm512_or_si512(lower, _mm512_castps_si512(round_to_bf16(odd).v)));
 }
 TS_INLINE __m256 low_half(f32x16 a) { return _mm512_castps512_ps256(a.v); }
 TS_INLINE __m256 high_half(f32x16 a) { return _mm512_extractf32x8_ps(a.v, 1); }
@@ -146,6 +175,16 @@ TS_INLINE void load_pairs(const bf16* p, f32x16& even, f32x16& odd) {
   even = {_mm256_castsi256_ps(_mm256_slli_epi32(a, 16)), _mm256_castsi256_ps(_mm256_slli_epi32(b, 16))};
   odd = {_mm256_castsi256_ps(_mm256_and_si256(a, upper)), _mm256_castsi256_ps(_mm256_and_si256(b, upper))};
 }
+// One pair of bfloat16 in all lanes.
+TS_INLINE void broadcast_pair(const bf16* p, f32x16& even, f32x16& odd) {
+  int pair;
+  std::memcpy(&pair, p, 4);
+  const __m256i w = _mm256_set1_epi32(pair);
+  const __m256 low = _mm256_castsi256_ps(_mm256_slli_epi32(w, 16));
+  const __m256 high = _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+  even = {low, low};
+  odd = {high, high};
+}
 TS_INLINE __m128i narrow_half(__m256 a) {
   __m256i w = _mm256_castps_si256(a);
   __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(w, 16), _mm256_set1_epi32(1));
@@ -157,6 +196,26 @@ TS_INLINE __m128i narrow_half(__m256 a) {
 TS_INLINE void store_bf16(bf16* p, f32x16 a) {  // round to nearest even; NaN stays NaN
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow_half(a.lo));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), narrow_half(a.hi));
+}
+TS_INLINE __m256 round_half_to_bf16(__m256 a) {
+  const __m256i w = _mm256_castps_si256(a);
+  const __m256i lsb = _mm256_and_si256(_mm256_srli_epi32(w, 16), _mm256_set1_epi32(1));
+  __m256i r = _mm256_add_epi32(_mm256_add_epi32(w, lsb), _mm256_set1_epi32(0x7fff));
+  const __m256i quiet = _mm256_or_si256(w, _mm256_set1_epi32(0x400000));
+  r = _mm256_blendv_epi8(r, quiet, _mm256_castps_si256(_mm256_cmp_ps(a, a, _CMP_UNORD_Q)));
+  return _mm256_castsi256_ps(_mm256_and_si256(r, _mm256_set1_epi32(static_cast<int>(0xffff0000u))));
+}
+TS_INLINE f32x16 round_to_bf16(f32x16 a) {  // the nearest bfloat16, still in float32 lanes; NaN stays NaN
+  return {round_half_to_bf16(a.lo), round_half_to_bf16(a.hi)};
+}
+TS_INLINE void store_pair_half(bf16* p, __m256 even, __m256 odd) {
+  const __m256i lower = _mm256_srli_epi32(_mm256_castps_si256(round_half_to_bf16(even)), 16);
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm256_or_si256(lower, _mm256_castps_si256(round_half_to_bf16(odd))));
+}
+TS_INLINE void store_pairs(bf16* p, f32x16 even, f32x16 odd) {  // the inverse of load_pairs; rounds
+  store_pair_half(p, even.lo, odd.lo);
+  store_pair_half(p + 16, even.hi, odd.hi);
 }
 TS_INLINE __m256 low_half(f32x16 a) { return a.lo; }
 TS_INLINE __m256 high_half(f32x16 a) { return a.hi; }
