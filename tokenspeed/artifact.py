@@ -26,6 +26,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.envelope import Envelope
 from tokenspeed.errors import ArtifactError, EnvelopeError, ResourceError
 from tokenspeed.step import PlacedTensor
@@ -55,11 +56,18 @@ class FileEntry:
 class BucketEntry:
     """One padded shape and the file of its LaunchGraph."""
 
-    kind: str
-    num_tokens: int
-    num_seqs: int
-    num_logit_rows: int
+    bucket: Bucket
     graph: str
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """What a step must do at least, for ceilings: bytes of weights read once a step, floating-point operations
+    (a multiply-add is two) of the projections per token, and of the LM head per logit row."""
+
+    weight_bytes: int
+    flops_per_token: int
+    flops_per_logit_row: int
 
 
 @dataclass(frozen=True)
@@ -79,6 +87,7 @@ class TargetSection:
     state_bytes: int
     state: tuple[PlacedTensor, ...]
     buckets: tuple[BucketEntry, ...]
+    cost: StepCost
 
 
 @dataclass(frozen=True)
@@ -151,7 +160,7 @@ class Manifest:
                 targets=tuple(_target_section(t) for t in raw["targets"]),
                 files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
             )
-        except (KeyError, TypeError, AttributeError, EnvelopeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, EnvelopeError) as e:
             raise ArtifactError(f"manifest.json is malformed: {e}", hint="rebuild the artifact") from None
 
 
@@ -160,7 +169,12 @@ def _target_section(raw: dict[str, Any]) -> TargetSection:
         name: tuple(PlacedTensor(t["name"], t["dtype"], tuple(t["shape"]), t["offset"]) for t in raw[name])
         for name in ("io", "state")
     }
-    return TargetSection(**{**raw, **placed, "buckets": tuple(BucketEntry(**b) for b in raw["buckets"])})
+    buckets = tuple(BucketEntry(_bucket(**entry["bucket"]), entry["graph"]) for entry in raw["buckets"])
+    return TargetSection(**{**raw, **placed, "buckets": buckets, "cost": StepCost(**raw["cost"])})
+
+
+def _bucket(kind: str, num_tokens: int, num_seqs: int, num_logit_rows: int) -> Bucket:
+    return Bucket(BucketKind(kind), num_tokens, num_seqs, num_logit_rows)
 
 
 @dataclass(frozen=True)
@@ -179,9 +193,9 @@ class Artifact:
         self.path = path
         self._locations = locations
         raw = self.read(MANIFEST)
-        recorded = self.read(DIGEST).decode("ascii", "replace").strip()
+        recorded = self.read(DIGEST).decode("ascii", "replace")
         self.digest = hashlib.sha256(raw).hexdigest()
-        if recorded != self.digest:
+        if recorded != f"{self.digest}\n":
             raise ArtifactError(
                 f"{path}: manifest.json is damaged: its SHA-256 is {self.digest[:16]}...,"
                 f" DIGEST says {recorded[:16]}...",

@@ -27,8 +27,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "  tokenspeed build ./Llama-3.2-1B -o artifacts/llama --recipe artifacts/recipes/llama-cpu.toml",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Hugging Face directory or GGUF file")
-    parser.add_argument("-o", "--output", metavar="PATH", help="where the artifact goes; a name ending in .tar makes one"
-                        " file (default: artifacts/NAME)")  # fmt: skip
+    parser.add_argument("-o", "--output", metavar="PATH", help="where the artifact goes; .tar makes it one file"
+                        " (default: artifacts/NAME)")  # fmt: skip
     parser.add_argument("--force", action="store_true", help="replace what is at PATH once the new artifact is whole")
     parser.add_argument("--recipe", metavar="FILE", help="a TOML file with an [envelope] table; flags win over it")
     parser.add_argument("--print-envelope", action="store_true",

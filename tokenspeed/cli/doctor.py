@@ -43,7 +43,9 @@ def examine() -> dict:  # type: ignore[type-arg]
     for arch in CPU_ARCHS:
         target = Target("cpu", arch)
         missing = missing_flags(target)
-        targets.append({"target": str(target), "builds": can_build, "runs": not missing, "missing_flags": list(missing)})
+        targets.append(
+            {"target": str(target), "builds": can_build, "runs": not missing, "missing_flags": list(missing)}
+        )
     return {
         "tokenspeed": __version__,
         "python": platform.python_version(),

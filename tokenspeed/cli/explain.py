@@ -14,8 +14,8 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "explain",
         help="say why each kernel was selected and what was rejected",
-        description="Print the selection report that the build stored: for each op and target the kernel chosen, and every\n"
-        "candidate that lost or was rejected, with the reason.",
+        description="Print the selection report that the build stored: for each op and target the kernel chosen, and\n"
+        "every candidate that lost or was rejected, with the reason.",
         examples="  tokenspeed explain artifacts/smollm2\n"
         "  tokenspeed explain artifacts/smollm2 --op linear --target cpu:x86-64-v3\n"
         "  tokenspeed explain artifacts/smollm2 --json",

@@ -61,19 +61,22 @@ def _print(artifact: Any) -> None:
     manifest, model = artifact.manifest, artifact.manifest.model
     print(f"{artifact.path}\n  sha256:{artifact.digest}\n  format {manifest.format_version}, built by tokenspeed"
           f" {manifest.tokenspeed_version}")  # fmt: skip
-    print(f"\nmodel {model.name}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, {model.num_layers} layers,"
-          f" hidden {model.hidden_size}, {model.num_heads} heads ({model.num_kv_heads} KV) of {model.head_dim},"
-          f" vocabulary {model.vocab_size}\n  from {model.checkpoint_kind} sha256:{model.checkpoint_sha256}")  # fmt: skip
+    print(f"\nmodel {model.name}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters,"
+          f" {model.num_layers} layers, hidden {model.hidden_size}, {model.num_heads} heads ({model.num_kv_heads} KV)"
+          f" of {model.head_dim}, vocabulary {model.vocab_size}")  # fmt: skip
+    print(f"  from {model.checkpoint_kind} sha256:{model.checkpoint_sha256}")
     print("\nenvelope")
     print("\n".join("  " + line for line in manifest.envelope.describe().splitlines()))
     for section in manifest.targets:
         print(f"\ntarget {section.target}: kernels {section.kernel_library} ABI {section.kernel_abi}")
-        for region, nbytes in (("weights", section.weights_bytes), ("arena", section.arena_bytes), ("io", section.io_bytes),
-                               ("state", section.state_bytes), ("kv page", section.kv_page_bytes)):  # fmt: skip
+        sizes = {"weights": section.weights_bytes, "arena": section.arena_bytes, "io": section.io_bytes,
+                 "state": section.state_bytes, "kv page": section.kv_page_bytes}  # fmt: skip
+        for region, nbytes in sizes.items():
             print(f"  {region:<8}{nbytes / 1e6:>10.2f} MB")
-        for bucket in section.buckets:
+        for entry in section.buckets:
+            bucket = entry.bucket
             print(f"  bucket {bucket.kind:<7} {bucket.num_tokens:>6} tokens {bucket.num_seqs:>5} sequences"
-                  f" {bucket.num_logit_rows:>5} logit rows  {bucket.graph}")  # fmt: skip
+                  f" {bucket.num_logit_rows:>5} logit rows  {entry.graph}")  # fmt: skip
     print("\nfiles")
     for name, entry in sorted(manifest.files.items()):
         print(f"  {entry.bytes:>12}  {entry.sha256[:16]}  {name}")

@@ -26,7 +26,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", default=os.environ.get("TOKENSPEED_API_KEY"),
                         help="require `Authorization: Bearer KEY` (default: $TOKENSPEED_API_KEY)")  # fmt: skip
-    parser.add_argument("--served-model-name", metavar="NAME", help="answer to this model name instead of the artifact's")
+    parser.add_argument(
+        "--served-model-name", metavar="NAME", help="answer to this model name instead of the artifact's"
+    )
     parser.add_argument("--max-waiting", type=int, default=1024, metavar="N",
                         help="requests that may wait before clients get 429 (default: %(default)s)")  # fmt: skip
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",

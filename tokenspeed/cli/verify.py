@@ -13,13 +13,13 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "verify",
         help="check an artifact: every byte, every graph",
-        description="Hash every file against the manifest, decode every LaunchGraph and prove that each access lies inside\n"
-        "its region and that no node reads what an unordered node writes. Runs on any machine.",
+        description="Hash every file against the manifest, decode every LaunchGraph and prove that each access lies\n"
+        "inside its region and that no node reads what an unordered node writes. Runs on any machine.",
         examples="  tokenspeed verify artifacts/smollm2\n  tokenspeed verify artifacts/smollm2 --level quick --json",
     )
     add_artifact(parser)
     parser.add_argument("--level", choices=("structure", "quick", "full"), default="full",
-                        help="quick skips the weights' bytes; structure hashes the manifest alone (default: full)")  # fmt: skip
+                        help="quick skips the weights; structure hashes the manifest alone (default: full)")  # fmt: skip
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -37,6 +37,6 @@ def run(args: argparse.Namespace) -> int:
         print_json({"ok": True, "digest": artifact.digest, "level": args.level, "files": len(artifact.manifest.files),
                     "bytes_hashed": hashed, "graphs": graphs, "nodes": nodes, "seconds": seconds})  # fmt: skip
     else:
-        print(f"{args.artifact}: ok ({len(artifact.manifest.files)} files, {hashed / 1e6:.0f} MB hashed, {graphs} graphs"
-              f" with {nodes} nodes verified in {seconds:.2f} s)\nsha256:{artifact.digest}")  # fmt: skip
+        print(f"{args.artifact}: ok ({len(artifact.manifest.files)} files, {hashed / 1e6:.0f} MB hashed,"
+              f" {graphs} graphs with {nodes} nodes verified in {seconds:.2f} s)\nsha256:{artifact.digest}")  # fmt: skip
     return 0

@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed import _native
-from tokenspeed.errors import EngineClosedError, QueueFullError, RequestError
+from tokenspeed.errors import EngineClosedError, QueueFullError
 from tokenspeed.runtime.executor import DeviceError, StepOutputs
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.loader import load as load_artifact
 from tokenspeed.runtime.request import EngineEvent, EventSink, FinishReason, SamplingParams, TokenLogprobs
+from tokenspeed.runtime.sampling import resolve
 from tokenspeed.step import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
@@ -133,18 +134,18 @@ class Engine:
             The request's id, for ``abort``.
 
         Raises:
-            RequestError: the prompt does not fit or holds an id outside the vocabulary.
+            RequestError: the prompt or a parameter is illegal, or they do not fit (see ``sampling.resolve``).
             QueueFullError: as many requests wait as may wait.
             EngineClosedError: the engine is draining.
         """
-        max_new = self._check_prompt(prompt_ids, params)
+        params = resolve(prompt_ids, params, self.info)
         if seed is None:
             seed = params.seed if params.seed is not None else secrets.randbits(64)
         stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_token_ids)
         )
         native = _native.RequestParams(
-            max_new_tokens=max_new,
+            max_new_tokens=params.max_tokens,
             temperature=params.temperature,
             top_p=params.top_p,
             top_k=max(0, params.top_k),
@@ -307,22 +308,6 @@ class Engine:
         live = self._live.pop(request_id, None)
         if live is not None:
             live.sink(EngineEvent(request_id, finish_reason=reason, error=error))
-
-    def _check_prompt(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """The number of tokens the request may draw. Raises RequestError where the prompt cannot be served."""
-        limit = self.info.max_model_len
-        if not prompt_ids:
-            raise RequestError("the prompt is empty: it needs at least one token", param="prompt")
-        if len(prompt_ids) >= limit:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens; with room for one output token at most {limit - 1} fit",
-                param="prompt",
-                hint="shorten it, or rebuild the artifact with a larger --max-model-len",
-            )
-        if min(prompt_ids) < 0 or max(prompt_ids) >= self.info.vocab_size:
-            raise RequestError(f"the prompt holds token ids outside 0 to {self.info.vocab_size - 1}", param="prompt")
-        room = limit - len(prompt_ids)
-        return room if params.max_tokens is None else min(params.max_tokens, room)
 
 
 def _logprobs(outputs: StepOutputs, row: int, top: int) -> TokenLogprobs:

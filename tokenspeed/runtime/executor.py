@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from tokenspeed import _native
 from tokenspeed.artifact import TargetSection
+from tokenspeed.bucket import BucketTable
 from tokenspeed.step import INPUTS, PlacedTensor
 
 _FORMATS = {"int32": "i", "int64": "q", "uint64": "Q", "float32": "f"}
@@ -42,7 +43,7 @@ class Executor:
     Args:
         device: a device whose regions are allocated and whose graphs are loaded.
         section: the artifact's section for the device's target.
-        graphs: device handles of the LaunchGraphs, parallel to ``section.buckets`` (smallest bucket first).
+        graphs: device handles of the LaunchGraphs, parallel to ``section.buckets``.
     """
 
     def __init__(self, device: Any, section: TargetSection, graphs: Sequence[int]):
@@ -50,7 +51,8 @@ class Executor:
         io = _tensor_views(device.view("io"), section.io)
         self._inputs = [(tensor.name, io[tensor.name]) for tensor in INPUTS]
         self._outputs = io
-        self._buckets = list(zip(section.buckets, graphs, strict=True))
+        self._buckets = BucketTable(entry.bucket for entry in section.buckets)
+        self._graphs = {entry.bucket: graph for entry, graph in zip(section.buckets, graphs, strict=True)}
 
     def submit(self, step: Step) -> Any:
         """Start ``step``; returns a ticket for ``wait``."""
@@ -73,16 +75,10 @@ class Executor:
 
     def graph_for(self, step: Step) -> int:
         """The LaunchGraph of the smallest bucket that holds ``step``; the build proved that there is one."""
-        decode = step.num_tokens == step.num_seqs
-        for bucket, graph in self._buckets:
-            if (
-                (decode or bucket.kind == "mixed")
-                and step.num_tokens <= bucket.num_tokens
-                and step.num_seqs <= bucket.num_seqs
-                and step.num_logit_rows <= bucket.num_logit_rows
-            ):
-                return graph
-        raise AssertionError(f"no bucket holds {step.num_tokens} tokens of {step.num_seqs} sequences")
+        decode_only = step.num_tokens == step.num_seqs == step.num_logit_rows
+        bucket = self._buckets.find(step.num_tokens, step.num_seqs, step.num_logit_rows, decode_only=decode_only)
+        assert bucket is not None, f"no bucket holds {step.num_tokens} tokens of {step.num_seqs} sequences"
+        return self._graphs[bucket]
 
 
 def _tensor_views(region: memoryview, tensors: Sequence[PlacedTensor]) -> dict[str, memoryview]:

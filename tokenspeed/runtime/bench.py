@@ -1,0 +1,164 @@
+"""Measure an artifact where it runs, against this machine's ceilings measured in the same run.
+
+Decode: n sequences, each drawing tokens greedily; tokens per second from the first token of the last sequence
+to the last token of the first. Prefill: one prompt, tokens per second until its first token. Rounds repeat every
+case in turn, so that a slow minute of a shared machine falls on all of them; figures are medians over rounds.
+"""
+
+from __future__ import annotations
+
+import random
+import resource
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tokenspeed import _native
+from tokenspeed.runtime.engine import Engine
+from tokenspeed.runtime.request import EngineEvent, SamplingParams
+
+DECODE_PROMPT_TOKENS = 64
+DECODE_NEW_TOKENS = 64
+CEILING_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """``kind`` 'decode' with ``size`` sequences, or 'prefill' with ``size`` tokens."""
+
+    kind: str
+    size: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.size}"
+
+
+DEFAULT_CASES = (Case("decode", 1), Case("decode", 8), Case("decode", 32), Case("prefill", 512), Case("prefill", 2048))
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """Of this machine with the engine's threads: bytes/s read, and FLOP/s of its best matrix instruction."""
+
+    read_bandwidth: float
+    matmul: float
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One case: tokens/s (median, and all rounds), and the shares of the ceilings that it reaches."""
+
+    case: Case
+    tokens_per_second: float
+    rounds: tuple[float, ...]
+    share_of_read_bandwidth: float
+    share_of_matmul: float
+
+
+def measure_ceilings(engine: Engine) -> Ceilings:
+    """Measured now, with as many threads as the engine uses."""
+    threads = engine.info.threads
+    return Ceilings(
+        _native.measure_read_bandwidth(threads, CEILING_BYTES), _native.measure_matmul(engine.info.dtype, threads)
+    )
+
+
+def measure(
+    engine: Engine,
+    cases: Sequence[Case] = DEFAULT_CASES,
+    rounds: int = 3,
+    progress: Callable[[str], None] = lambda _: None,
+) -> tuple[list[Figure], Ceilings]:
+    """Run ``cases`` for ``rounds`` rounds; ceilings are measured before every round and their best counts.
+
+    Cases beyond the envelope (more sequences or tokens than it promises) are left out.
+    """
+    fitting = [case for case in cases if _fits(engine, case)]
+    speeds: dict[Case, list[float]] = {case: [] for case in fitting}
+    ceilings = []
+    for number in range(rounds):
+        progress(f"round {number + 1} of {rounds}: ceilings")
+        ceilings.append(measure_ceilings(engine))
+        for case in fitting:
+            progress(f"round {number + 1} of {rounds}: {case}")
+            speeds[case].append(_run(engine, case, seed=number))
+    best = Ceilings(max(c.read_bandwidth for c in ceilings), max(c.matmul for c in ceilings))
+    return [_figure(engine, case, speeds[case], best) for case in fitting], best
+
+
+def peak_memory_bytes() -> int:
+    """Peak resident memory of this process."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _fits(engine: Engine, case: Case) -> bool:
+    info = engine.info
+    if case.kind == "decode":
+        return case.size <= info.max_num_seqs and info.max_model_len >= DECODE_PROMPT_TOKENS + DECODE_NEW_TOKENS
+    return case.size < info.max_model_len
+
+
+def _figure(engine: Engine, case: Case, speeds: list[float], ceilings: Ceilings) -> Figure:
+    cost = engine.loaded.section.cost
+    speed = statistics.median(speeds)
+    if case.kind == "decode":
+        bytes_per_token = cost.weight_bytes / case.size
+        flops_per_token = float(cost.flops_per_token + cost.flops_per_logit_row)
+    else:
+        bytes_per_token = cost.weight_bytes / case.size
+        flops_per_token = cost.flops_per_token + cost.flops_per_logit_row / case.size
+    return Figure(
+        case,
+        speed,
+        tuple(speeds),
+        speed * bytes_per_token / ceilings.read_bandwidth,
+        speed * flops_per_token / ceilings.matmul,
+    )
+
+
+def _run(engine: Engine, case: Case, seed: int) -> float:
+    if case.kind == "decode":
+        return _decode_speed(engine, case.size, seed)
+    return _prefill_speed(engine, case.size, seed)
+
+
+class _Watch:
+    """Counts the tokens of one request and notes when they came."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.done = threading.Event()
+
+    def __call__(self, event: EngineEvent) -> None:
+        if event.token_ids:
+            self.times.append(time.perf_counter())
+        if event.finish_reason is not None:
+            self.done.set()
+
+
+def _decode_speed(engine: Engine, sequences: int, seed: int) -> float:
+    params = SamplingParams(temperature=0.0, max_tokens=DECODE_NEW_TOKENS, ignore_eos=True)
+    watches = [_Watch() for _ in range(sequences)]
+    for i, watch in enumerate(watches):
+        engine.submit(_prompt(engine, DECODE_PROMPT_TOKENS, seed * 1000 + i), params, watch)
+    for watch in watches:
+        watch.done.wait()
+    start = max(watch.times[0] for watch in watches)
+    end = min(watch.times[-1] for watch in watches)
+    tokens = sum(sum(start < t <= end for t in watch.times) for watch in watches)
+    return tokens / (end - start)
+
+
+def _prefill_speed(engine: Engine, tokens: int, seed: int) -> float:
+    watch = _Watch()
+    started = time.perf_counter()
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
+    engine.submit(_prompt(engine, tokens, seed), params, watch)
+    watch.done.wait()
+    return tokens / (watch.times[0] - started)
+
+
+def _prompt(engine: Engine, tokens: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(engine.info.vocab_size), k=tokens)
