@@ -31,11 +31,21 @@ V3, V4 = Target("cpu", "x86-64-v3"), Target("cpu", "x86-64-v4")
 
 def manifest() -> Manifest:
     section = TargetSection(
-        target=str(V3), kernel_library="native", kernel_abi=1, weights="weights/w.safetensors", weights_offset=8,
-        weights_bytes=64, arena_bytes=64, kv_page_bytes=64, io_bytes=64,
-        io=(PlacedTensor("token_ids", "int32", (4,), 0),), state_bytes=64, state=(), buckets=(BucketEntry(Bucket(BucketKind.DECODE, 1, 1, 1), "graphs/a.tslg"),),
+        target=str(V3),
+        kernel_library="native",
+        kernel_abi=1,
+        weights="weights/w.safetensors",
+        weights_offset=8,
+        weights_bytes=64,
+        arena_bytes=64,
+        kv_page_bytes=64,
+        io_bytes=64,
+        io=(PlacedTensor("token_ids", "int32", (4,), 0),),
+        state_bytes=64,
+        state=(),
+        buckets=(BucketEntry(Bucket(BucketKind.DECODE, 1, 1, 1), "graphs/a.tslg"),),
         cost=StepCost(1, 2, 3),
-    )  # fmt: skip
+    )
     model = ModelSection("m", "llama", 32, 1, 16, 1, 1, 16, 100, "gguf", "00")
     return Manifest(1, "0", model, resolve(model="m", max_position_embeddings=64, default_targets=(V3,)), (section,))
 

@@ -15,8 +15,8 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "export",
         help="write the Program as ONNX, for inspection and cross-checking",
-        description="Write a checkpoint's whole-model Program as an ONNX model of standard ops: token_ids and positions\n"
-        "in, logits of every position out. It opens in Netron and runs in ONNX Runtime.",
+        description="Write a checkpoint's whole-model Program as an ONNX model of standard ops: token_ids and\n"
+        "positions in, logits of every position out. It opens in Netron and runs in ONNX Runtime.",
         examples="  tokenspeed export --onnx smollm2.onnx SmolLM2-135M-Instruct.Q4_1.gguf",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Hugging Face directory or GGUF file")

@@ -19,7 +19,7 @@ def add_parser(subparsers: Subparsers) -> None:
     )
     add_artifact(parser)
     parser.add_argument("--level", choices=("structure", "quick", "full"), default="full",
-                        help="quick skips the weights; structure hashes the manifest alone (default: full)")  # fmt: skip
+                        help="quick skips the weights; structure, all but the manifest (default: full)")  # fmt: skip
     add_json(parser)
     parser.set_defaults(run=run)
 
@@ -38,5 +38,6 @@ def run(args: argparse.Namespace) -> int:
                     "bytes_hashed": hashed, "graphs": graphs, "nodes": nodes, "seconds": seconds})  # fmt: skip
     else:
         print(f"{args.artifact}: ok ({len(artifact.manifest.files)} files, {hashed / 1e6:.0f} MB hashed,"
-              f" {graphs} graphs with {nodes} nodes verified in {seconds:.2f} s)\nsha256:{artifact.digest}")  # fmt: skip
+              f" {graphs} graphs with {nodes} nodes verified in {seconds:.2f} s)")  # fmt: skip
+        print(f"sha256:{artifact.digest}")
     return 0

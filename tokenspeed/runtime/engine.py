@@ -119,6 +119,11 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="tokenspeed-engine", daemon=True)
         self._thread.start()
 
+    @property
+    def alive(self) -> bool:
+        """Whether the engine takes requests: it neither drains nor has failed."""
+        return self._thread.is_alive() and not self._closing
+
     # -- from any thread ---------------------------------------------------------------------------------
 
     def submit(
@@ -229,11 +234,22 @@ class Engine:
     # -- on the engine's thread --------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while self._wait_for_work():
-            self._take_inbox()
-            self._step()
-        for request_id in list(self._live):
-            self._end(request_id, FinishReason.ABORT)
+        reason, error = FinishReason.ABORT, None
+        try:
+            while self._wait_for_work():
+                self._take_inbox()
+                self._step()
+        except BaseException as e:  # a bug of ours: every request hears of it, and `alive` turns false
+            reason, error = FinishReason.ERROR, f"the engine failed: {e!r}"
+            raise
+        finally:
+            with self._wake:
+                self._closing = self._stopped = True
+                self._take_inbox_after_stop()
+            for request_id in list(self._live):
+                self._end(request_id, reason, error)
+            with self._wake:
+                self._wake.notify_all()
 
     def _wait_for_work(self) -> bool:
         with self._wake:
@@ -257,6 +273,12 @@ class Engine:
                 self._end(item.request_id, FinishReason.ERROR, str(e))
             else:
                 self._prompt_tokens += len(item.prompt_ids)
+
+    def _take_inbox_after_stop(self) -> None:
+        for item in self._inbox:
+            if isinstance(item, _Submission):
+                self._live[item.request_id] = item.live
+        self._inbox.clear()
 
     def _step(self) -> None:
         step = self._scheduler.next_step()
