@@ -1,0 +1,32 @@
+#include "scheduler/config.h"
+
+#include <stdexcept>
+#include <string>
+
+namespace tokenspeed::scheduler {
+
+namespace {
+
+void require(bool holds, const char* name, const std::string& need, int32_t have) {
+  if (!holds) {
+    throw std::invalid_argument(std::string("scheduler config: ") + name + " needs " + need + ", have " +
+                                std::to_string(have));
+  }
+}
+
+}  // namespace
+
+void SchedulerConfig::validate() const {
+  require(max_num_seqs >= 1, "max_num_seqs", "1 or more", max_num_seqs);
+  require(max_prefill_tokens >= max_num_seqs, "max_prefill_tokens",
+          "max_num_seqs (" + std::to_string(max_num_seqs) + ") or more", max_prefill_tokens);
+  require(max_logit_rows >= max_num_seqs, "max_logit_rows",
+          "max_num_seqs (" + std::to_string(max_num_seqs) + ") or more", max_logit_rows);
+  require(max_model_len >= 2, "max_model_len", "2 or more", max_model_len);
+  require(page_size >= 1, "page_size", "1 or more", page_size);
+  require(num_pages >= 1, "num_pages", "1 or more", num_pages);
+  require(max_waiting >= 1, "max_waiting", "1 or more", max_waiting);
+  require(max_in_flight == 1 || max_in_flight == 2, "max_in_flight", "1 or 2", max_in_flight);
+}
+
+}  // namespace tokenspeed::scheduler
