@@ -1,0 +1,297 @@
+"""The kernel registry: what each kernel says of itself, and how one is chosen for an op, with reasons.
+
+A KernelSpec describes one kernel of one solution. Selection asks for an op on a target with a dtype and a
+shape; every spec of that op answers with acceptance or with all its reasons for refusal, and accepted ones
+are ranked. Two kinds of claims differ on purpose (docs/kernels.md):
+
+- *traits* rank. The caller names values; a kernel that declares the trait must have the value in its set,
+  one that does not declare it is not asked. A trait guarantees nothing.
+- *features* guarantee. The caller names what it requires; a kernel that does not declare all of it is out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from typing import Any, Protocol
+
+from tokenspeed.errors import SelectionError
+from tokenspeed.target import Target
+
+SOLUTIONS = ("reference", "native", "onednn", "triton", "cutlass", "flashinfer", "tensorrt", "aok")
+
+
+class Band(IntEnum):
+    """Priority bands, lowest first: a kernel of a higher band is preferred whatever its traits."""
+
+    REFERENCE = 0
+    PORTABLE = 10
+    """Runs on every machine of the backend."""
+    VECTOR = 20
+    """Uses the widest vectors of the target."""
+    DOT_PRODUCT = 30
+    """Uses instructions made for this product on vectors."""
+    MATRIX = 40
+    """Uses the matrix unit of the target."""
+
+
+class Constraint(Protocol):
+    """A named condition on the sizes of a call."""
+
+    def problem(self, sizes: Mapping[str, int]) -> str | None:
+        """None where the condition holds, else what is needed and what the call has."""
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    """``size`` is a multiple of ``factor``, a number or the name of another size."""
+
+    size: str
+    factor: int | str
+
+    def __str__(self) -> str:
+        return f"{self.size} % {self.factor} == 0"
+
+    def problem(self, sizes: Mapping[str, int]) -> str | None:
+        value = sizes[self.size]
+        factor = self.factor if isinstance(self.factor, int) else sizes[self.factor]
+        return None if value % factor == 0 else f"need {self.size} to be a multiple of {factor}, have {value}"
+
+
+@dataclass(frozen=True)
+class AtMost:
+    """``size`` is at most ``limit``."""
+
+    size: str
+    limit: int
+
+    def __str__(self) -> str:
+        return f"{self.size} <= {self.limit}"
+
+    def problem(self, sizes: Mapping[str, int]) -> str | None:
+        value = sizes[self.size]
+        return None if value <= self.limit else f"need {self.size} to be at most {self.limit}, have {value}"
+
+
+class Workspace(Protocol):
+    """Bytes of arena that a kernel needs for itself during one call, from the sizes of the call."""
+
+    def __call__(self, sizes: Mapping[str, int]) -> int: ...
+
+
+class ArgumentKind(StrEnum):
+    """Where an argument of a kernel comes from when an op is lowered to a call of it."""
+
+    READ = "read"
+    """Pointer to the operand of this name."""
+    WRITE = "write"
+    """Pointer to the result of this name."""
+    WORKSPACE = "workspace"
+    """Pointer to the kernel's workspace in the arena."""
+    ROWS = "rows"
+    """Step scalar: the first dimension of the operand of this name."""
+    STEP = "step"
+    """Step scalar of this name."""
+    INT = "int"
+    """Size of the call of this name."""
+    FLOAT = "float"
+    """Attribute of the op of this name."""
+
+
+_LETTERS: Mapping[ArgumentKind, str] = {
+    ArgumentKind.READ: "p", ArgumentKind.WRITE: "p", ArgumentKind.WORKSPACE: "p",
+    ArgumentKind.ROWS: "i", ArgumentKind.STEP: "i", ArgumentKind.INT: "i", ArgumentKind.FLOAT: "f",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ArgumentRule:
+    """How one argument of a kernel is made from an op."""
+
+    kind: ArgumentKind
+    name: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.name}"
+
+
+def argument_rules(text: str) -> tuple[ArgumentRule, ...]:
+    """Rules from text such as ``read x, write out, rows x, int N``."""
+    words = (item.split() for item in text.split(","))
+    return tuple(ArgumentRule(ArgumentKind(kind), name) for kind, name in words)
+
+
+@dataclass(frozen=True)
+class KernelSpec:
+    """One kernel.
+
+    Attributes:
+        op: kind of op that it computes.
+        solution: one of SOLUTIONS: where it comes from.
+        symbol: its name in the kernel library; unique in a registry.
+        targets: machines that it runs on, as ``backend:arch``.
+        dtypes: program dtypes that it serves.
+        arguments: how each of its arguments is made from the op (tokenspeed/compile/lower.py).
+        band: priority band.
+        traits: trait -> values for which the kernel was made.
+        features: guarantees that it gives.
+        constraints: conditions on the sizes of the call.
+        weight_layout: how it reads the weights among its operands (tokenspeed/compile/weights.py), or None.
+        workspace: arena bytes for its own use, or None for none.
+        bitwise_class: kernels of one class give equal bits for equal rows; each is alone in its own by default.
+    """
+
+    op: str
+    solution: str
+    symbol: str
+    targets: tuple[str, ...]
+    dtypes: tuple[str, ...]
+    arguments: tuple[ArgumentRule, ...]
+    band: Band
+    traits: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    features: frozenset[str] = frozenset()
+    constraints: tuple[Constraint, ...] = ()
+    weight_layout: str | None = None
+    workspace: Workspace | None = None
+    bitwise_class: str = ""
+
+    def __post_init__(self) -> None:
+        assert self.solution in SOLUTIONS, self.solution
+        if not self.bitwise_class:
+            object.__setattr__(self, "bitwise_class", self.symbol)
+
+    @property
+    def signature(self) -> str:
+        """A letter per argument, as in the kernel library's table: p pointer, i integer, f float."""
+        return "".join(_LETTERS[rule.kind] for rule in self.arguments)
+
+    def workspace_bytes(self, sizes: Mapping[str, int]) -> int:
+        return 0 if self.workspace is None else self.workspace(sizes)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks for one op.
+
+    ``sizes`` are the sizes that constraints and workspaces speak of, ``traits`` one wanted value per trait,
+    ``features`` what must be guaranteed, ``solution`` the only solution allowed, or None for any.
+    """
+
+    op: str
+    target: Target
+    dtype: str
+    sizes: Mapping[str, int]
+    traits: Mapping[str, str] = field(default_factory=dict)
+    features: frozenset[str] = frozenset()
+    solution: str | None = None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A spec and its answer to a request: ``reasons`` why it is not the one chosen; empty for the chosen one."""
+
+    spec: KernelSpec
+    accepted: bool
+    reasons: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.spec.symbol}: {'; '.join(self.reasons) or 'chosen'}"
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "kernel": self.spec.symbol,
+            "solution": self.spec.solution,
+            "band": self.spec.band.name.lower(),
+            "accepted": self.accepted,
+            "reasons": list(self.reasons),
+        }
+
+
+class Registry:
+    """All kernels that a build may choose from."""
+
+    def __init__(self, specs: Iterable[KernelSpec]):
+        self.specs = tuple(sorted(specs, key=lambda spec: spec.symbol))
+        self.by_symbol = {spec.symbol: spec for spec in self.specs}
+        assert len(self.by_symbol) == len(self.specs), "two kernels have one symbol"
+        self._by_op: dict[str, list[KernelSpec]] = {}
+        for spec in self.specs:
+            self._by_op.setdefault(spec.op, []).append(spec)
+
+    def candidates(self, request: Request) -> tuple[Candidate, ...]:
+        """Every kernel of the op with its answer: accepted ones first, best first; then the refused ones.
+
+        Only the first has no reasons if it is accepted; the other accepted ones say what they lost to.
+        """
+        answers = [(spec, _refusals(spec, request)) for spec in self._by_op.get(request.op, ())]
+        accepted = sorted((s for s, refused in answers if not refused), key=lambda s: _rank(s, request))
+        ranked = [Candidate(s, True, () if i == 0 else (_lost(s, accepted[0]),)) for i, s in enumerate(accepted)]
+        refused = [Candidate(s, False, reasons) for s, reasons in answers if reasons]
+        return (*ranked, *sorted(refused, key=lambda c: _rank(c.spec, request)))
+
+    def select(self, request: Request) -> tuple[KernelSpec, tuple[Candidate, ...]]:
+        """The best kernel and all candidates. Raises SelectionError listing every candidate if none is accepted."""
+        candidates = self.candidates(request)
+        if candidates and candidates[0].accepted:
+            return candidates[0].spec, candidates
+        raise SelectionError(_no_kernel_text(request, candidates), hint=_hint(request, candidates))
+
+
+def _refusals(spec: KernelSpec, request: Request) -> tuple[str, ...]:
+    """All reasons why ``spec`` cannot serve ``request``, in the order in which they are worth knowing."""
+    reasons = []
+    if request.solution is not None and spec.solution != request.solution:
+        reasons.append(f"solution: need {request.solution} (pinned), have {spec.solution}")
+    if str(request.target) not in spec.targets:
+        reasons.append(f"target: need {request.target}, runs on {', '.join(spec.targets)}")
+    if request.dtype not in spec.dtypes:
+        reasons.append(f"dtype: need {request.dtype}, serves {', '.join(spec.dtypes)}")
+    missing = sorted(request.features - spec.features)
+    if missing:
+        reasons.append(f"features: need {', '.join(missing)}, not declared")
+    for trait, wanted in sorted(request.traits.items()):
+        declared = spec.traits.get(trait)
+        if declared is not None and wanted not in declared:
+            reasons.append(f"trait {trait}: need {wanted}, made for {', '.join(sorted(declared))}")
+    for constraint in spec.constraints:
+        problem = constraint.problem(request.sizes)
+        if problem is not None:
+            reasons.append(f"sizes: {problem}")
+    return tuple(reasons)
+
+
+def _matching_traits(spec: KernelSpec, request: Request) -> int:
+    return sum(trait in spec.traits for trait in request.traits)
+
+
+def _rank(spec: KernelSpec, request: Request) -> tuple[int, int, str]:
+    """Sort key, best first: band, then how many wanted traits it was made for, then the symbol."""
+    return -spec.band, -_matching_traits(spec, request), spec.symbol
+
+
+def _lost(spec: KernelSpec, winner: KernelSpec) -> str:
+    if spec.band != winner.band:
+        return f"outranked by {winner.symbol}: band {winner.band.name.lower()} over {spec.band.name.lower()}"
+    return f"outranked by {winner.symbol}: made for more of the wanted traits, or first by name"
+
+
+def _no_kernel_text(request: Request, candidates: Sequence[Candidate]) -> str:
+    pinned = f" of pinned solution {request.solution}" if request.solution is not None else ""
+    need = f"dtype {request.dtype}"
+    if request.features:
+        need += f", features {', '.join(sorted(request.features))}"
+    lines = [
+        f"no kernel{pinned} for op {request.op!r} on {request.target}: need {need}; have {len(candidates)} kernels"
+    ]
+    missing = sorted(request.features - frozenset().union(*(c.spec.features for c in candidates)))
+    if missing:
+        lines.append(f"  no kernel of this op declares {', '.join(missing)}")
+    return "\n".join([*lines, *(f"  {candidate}" for candidate in candidates)])
+
+
+def _hint(request: Request, candidates: Sequence[Candidate]) -> str:
+    if request.solution is not None:
+        have = sorted({c.spec.solution for c in candidates})
+        return f"pin op {request.op!r} to {' or '.join(have)}, or pin nothing" if have else "pin another solution"
+    return "choose another target, dtype or page size, or require fewer features"

@@ -1,0 +1,197 @@
+"""The memory layout of one target: where every value of a Program lives, the same in all of its buckets.
+
+Inputs and outputs lie in region io, KV pages in kv, the last-token table in state, packed weights in weights,
+everything else in the arena. Arena rows are padded to ROW_PADDING: kernels may read (never write) whole
+tiles of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+from tokenspeed.bucket import Bucket, BucketKind, StepLimits
+from tokenspeed.compile.memory import ArenaPlan, Buffer, plan_arena
+from tokenspeed.compile.ops import Dim, round_up
+from tokenspeed.compile.program import Op, Program, Role, Value
+from tokenspeed.errors import ProgramError
+from tokenspeed.graph import Access, Pointer, Region
+from tokenspeed.step import DTYPE_BYTES, INPUTS, OUTPUTS, STATE, PlacedTensor, align, place
+
+ROW_PADDING = 32
+"""Rows to a multiple of which arena buffers are padded: the tile of rows that matrix kernels may read."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where every value is. ``places`` gives region and byte offset of the storage of each value (for kv inside
+    a page); several values share storage where an op overwrites its operand. Sizes in bytes."""
+
+    program: Program
+    limits: StepLimits
+    places: Mapping[str, tuple[Region, int]]
+    workspaces: Mapping[str, int]
+    weights_bytes: int
+    arena: ArenaPlan
+    kv_page_bytes: int
+    io: tuple[PlacedTensor, ...]
+    io_bytes: int
+    state: tuple[PlacedTensor, ...]
+    state_bytes: int
+
+    @property
+    def region_sizes(self) -> dict[Region, int]:
+        """What a graph may touch; of region kv, one page."""
+        return {
+            Region.WEIGHTS: self.weights_bytes,
+            Region.KV: self.kv_page_bytes,
+            Region.ARENA: self.arena.nbytes,
+            Region.IO: self.io_bytes,
+            Region.STATE: self.state_bytes,
+        }
+
+    def pointer(self, name: str, bucket: Bucket, access: Access) -> Pointer:
+        """The most bytes of value ``name`` that a kernel touches in ``bucket``. Weights have no place here."""
+        region, offset = self.places[name]
+        value = self.program.values[name]
+        if region is Region.KV:
+            return Pointer(region, offset, kv_layer_bytes(value), access)
+        rows, row_bytes = _rows(value, bucket, self.limits), _row_bytes(value)
+        if region is Region.ARENA and not access & Access.WRITE:
+            rows = round_up(rows, ROW_PADDING)
+        return Pointer(region, offset, rows * row_bytes, access)
+
+    def workspace(self, op: Op, nbytes: int) -> Pointer:
+        """The workspace of ``op``, of which it uses ``nbytes``."""
+        return Pointer(Region.ARENA, self.workspaces[op.name], nbytes, Access.READ | Access.WRITE)
+
+
+def plan_layout(program: Program, limits: StepLimits, weights_bytes: int, workspaces: Mapping[str, int]) -> Layout:
+    """Lay out a Program for the largest step. ``workspaces`` gives the most bytes that an op needs for itself.
+
+    Raises ProgramError for a value that has no home: an unknown input, output or state.
+    """
+    sizes = {
+        "T": limits.max_prefill_tokens,
+        "S": limits.max_num_seqs,
+        "P": pages_per_seq(program),
+        "R": limits.max_logit_rows,
+    }
+    io, io_bytes = place((*INPUTS, *OUTPUTS), sizes)
+    state, state_bytes = place(STATE, sizes)
+    places = {tensor.name: (Region.IO, tensor.offset) for tensor in io}
+    places |= {tensor.name: (Region.STATE, tensor.offset) for tensor in state}
+    kv_bytes = 0
+    for value in kv_values(program):
+        places[value.name] = (Region.KV, kv_bytes)
+        kv_bytes += align(kv_layer_bytes(value))
+    for value in program.with_role(Role.INPUT, Role.STATE, Role.OUTPUT):
+        if value.name not in places:
+            raise ProgramError(f"value {value.name!r}: need a {value.role} of tokenspeed/step.py or a KV state")
+    storage = _storage(program)
+    buffers = _buffers(program, storage, limits, workspaces)
+    arena = plan_arena(buffers)
+    for name, root in storage.items():
+        places[name] = places[root] if root in places else (Region.ARENA, arena.offsets[root])
+    own = {name: arena.offsets[_workspace_name(name)] for name in workspaces}
+    return Layout(
+        program, limits, places, own, weights_bytes, arena, kv_bytes, io, io_bytes, state, state_bytes
+    )  # fmt: skip
+
+
+def pages_per_seq(program: Program) -> int:
+    """Row length of the page table."""
+    return -(-program.max_model_len // program.page_size)
+
+
+def kv_values(program: Program) -> tuple[Value, ...]:
+    """The KV state of each layer, in order: [num_pages, 2, num_kv_heads, page_size, head_dim]."""
+    return tuple(value for value in program.states if value.shape[0] == "num_pages")
+
+
+def kv_layer_bytes(value: Value) -> int:
+    """Bytes of one page of one layer: K, then V."""
+    return prod(_numbers(value.shape[1:])) * DTYPE_BYTES[value.dtype]
+
+
+def kv_page_bytes(program: Program) -> int:
+    """Bytes of one page of all layers, each aligned: the stride between pages."""
+    return sum(align(kv_layer_bytes(value)) for value in kv_values(program))
+
+
+def _numbers(shape: tuple[Dim, ...]) -> list[int]:
+    assert all(isinstance(dim, int) for dim in shape), shape
+    return [dim for dim in shape if isinstance(dim, int)]
+
+
+def _row_bytes(value: Value) -> int:
+    return prod(_numbers(value.shape[1:])) * DTYPE_BYTES[value.dtype]
+
+
+def _rows(value: Value, bucket: Bucket, limits: StepLimits) -> int:
+    """The first dimension of ``value`` in ``bucket``."""
+    dim = value.shape[0]
+    if isinstance(dim, int):
+        return dim
+    known = {
+        "num_tokens": bucket.num_tokens,
+        "num_seqs": bucket.num_seqs,
+        "num_seqs+1": bucket.num_seqs + 1,
+        "num_logit_rows": bucket.num_logit_rows,
+        "num_slots": limits.max_num_seqs,
+    }
+    return known[dim]
+
+
+def _storage(program: Program) -> dict[str, str]:
+    """Result value -> the value whose storage it uses: its own name, or that of an operand it overwrites.
+
+    Besides the aliases that the schemas demand, linear_add overwrites its residual where that is a temporary
+    which nothing reads afterwards: the residual stream stays in one buffer through all layers.
+    """
+    last_read: dict[str, int] = {}
+    for index, op in enumerate(program.ops):
+        last_read |= dict.fromkeys(op.inputs, index)
+    storage: dict[str, str] = {}
+    members: dict[str, list[str]] = {}
+    for index, op in enumerate(program.ops):
+        overwritten = dict(op.aliases())
+        if op.kind == "linear_add":
+            residual = op.operand("residual")
+            root = storage.get(residual, residual)
+            others = [name for name in members.get(root, ()) if last_read.get(name, -1) >= index]
+            temporary = program.values[root].role is Role.TEMP and program.values[op.outputs[0]].role is Role.TEMP
+            if temporary and others == [residual] and last_read[residual] == index and op.inputs.count(residual) == 1:
+                overwritten[op.outputs[0]] = residual
+        for name in op.outputs:
+            operand = overwritten.get(name, name)
+            root = storage.get(operand, operand)
+            storage[name] = root
+            members.setdefault(root, []).append(name)
+    return storage
+
+
+def _buffers(
+    program: Program, storage: Mapping[str, str], limits: StepLimits, workspaces: Mapping[str, int]
+) -> list[Buffer]:
+    """The arena buffers: one per storage that only temporaries use, and one per workspace."""
+    largest = Bucket(BucketKind.MIXED, limits.max_prefill_tokens, limits.max_num_seqs, limits.max_logit_rows)
+    lives: dict[str, tuple[int, int]] = {}
+    buffers = []
+    for index, op in enumerate(program.ops):
+        for name in (*op.inputs, *op.outputs):
+            root = storage.get(name)
+            if root is not None and program.values[root].role is Role.TEMP:
+                lives[root] = (lives.get(root, (index, index))[0], index)
+        if op.name in workspaces:
+            buffers.append(Buffer(_workspace_name(op.name), workspaces[op.name], index, index))
+    for root, (first, last) in lives.items():
+        value = program.values[root]
+        rows = round_up(_rows(value, largest, limits), ROW_PADDING)
+        buffers.append(Buffer(root, rows * _row_bytes(value), first, last))
+    return buffers
+
+
+def _workspace_name(op: str) -> str:
+    return f"{op}.workspace"

@@ -1,0 +1,206 @@
+"""Selection: Program x target x bucket -> Plan, one kernel call per op, with the reasons of every choice."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tokenspeed.bucket import Bucket
+from tokenspeed.compile.ops import Dim
+from tokenspeed.compile.program import Op, Program
+from tokenspeed.errors import SelectionError
+from tokenspeed.kernels.registry import Candidate, KernelSpec, Registry, Request
+from tokenspeed.target import Target
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One op, the kernel that computes it, and the sizes that the kernel is called with in this bucket."""
+
+    op: Op
+    spec: KernelSpec
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The kernel calls of one bucket, in the order of the Program's ops."""
+
+    target: Target
+    bucket: Bucket
+    calls: tuple[KernelCall, ...]
+
+
+@dataclass(frozen=True)
+class Decision:
+    """One choice, and the ops and buckets that it was made for: equal requests get one answer."""
+
+    op: str
+    dtype: str
+    sizes: Mapping[str, int]
+    candidates: tuple[Candidate, ...]
+    op_names: tuple[str, ...]
+    buckets: tuple[str, ...]
+
+    @property
+    def chosen(self) -> KernelSpec:
+        return self.candidates[0].spec
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "dtype": self.dtype,
+            "sizes": dict(self.sizes),
+            "ops": list(self.op_names),
+            "buckets": list(self.buckets),
+            "chosen": self.chosen.symbol,
+            "candidates": [candidate.to_json() for candidate in self.candidates],
+        }
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The Plans of one target, parallel to its buckets, and the decisions that led to them."""
+
+    target: Target
+    plans: tuple[Plan, ...]
+    decisions: tuple[Decision, ...]
+    features: frozenset[str]
+    pinned: Mapping[str, str]
+
+    def to_json(self) -> dict[str, Any]:
+        """The selection report of the artifact: what was chosen for what, and why not the others."""
+        return {
+            "target": str(self.target),
+            "required_features": sorted(self.features),
+            "pinned": dict(sorted(self.pinned.items())),
+            "decisions": [decision.to_json() for decision in self.decisions],
+        }
+
+
+def select(
+    program: Program,
+    target: Target,
+    buckets: Sequence[Bucket],
+    registry: Registry,
+    deployment: Mapping[str, int],
+    *,
+    features: frozenset[str] = frozenset(),
+    pinned: Mapping[str, str] | None = None,
+) -> Selection:
+    """Choose a kernel for every op of ``program`` in every bucket.
+
+    Args:
+        deployment: sizes that ops share: page_size, page_stride, pages_per_seq, split_positions.
+        features: what every kernel must guarantee. With ``batch_invariant`` an op must also have kernels of one
+            bitwise class in all buckets.
+        pinned: kind of op -> the only solution allowed for it.
+
+    Raises:
+        SelectionError: an op has no kernel, or a pinned op is not in the program.
+    """
+    pinned = dict(pinned or {})
+    unknown = sorted(set(pinned) - {op.kind for op in program.ops})
+    if unknown:
+        kinds = ", ".join(sorted({op.kind for op in program.ops}))
+        raise SelectionError(f"op {unknown[0]!r} is pinned to {pinned[unknown[0]]!r}, but the program has only {kinds}")
+    groups = _groups(program, deployment)
+    answers: list[tuple[_Group, Bucket, tuple[Candidate, ...]]] = []
+    plans = []
+    for bucket in buckets:
+        calls: dict[str, KernelCall] = {}
+        for group in groups:
+            request = Request(
+                op=group.kind,
+                target=target,
+                dtype=program.dtype,
+                sizes={**group.sizes, **_bucket_sizes(bucket)},
+                traits={"phase": bucket.kind},
+                features=features,
+                solution=pinned.get(group.kind),
+            )
+            spec, candidates = registry.select(request)
+            answers.append((group, bucket, candidates))
+            calls |= {op.name: KernelCall(op, spec, request.sizes) for op in group.ops}
+        plans.append(Plan(target, bucket, tuple(calls[op.name] for op in program.ops)))
+    if "batch_invariant" in features:
+        _check_bitwise_classes(plans)
+    return Selection(target, tuple(plans), _decisions(program.dtype, answers), features, pinned)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Ops of one kind and equal sizes: one choice serves them all."""
+
+    kind: str
+    sizes: Mapping[str, int]
+    ops: tuple[Op, ...]
+
+
+def _groups(program: Program, deployment: Mapping[str, int]) -> list[_Group]:
+    members: dict[tuple[str, tuple[tuple[str, int], ...]], list[Op]] = {}
+    for op in program.ops:
+        sizes = tuple(sorted(op_sizes(program, op, deployment).items()))
+        members.setdefault((op.kind, sizes), []).append(op)
+    return [_Group(kind, dict(sizes), tuple(ops)) for (kind, sizes), ops in members.items()]
+
+
+def _decisions(dtype: str, answers: Sequence[tuple[_Group, Bucket, tuple[Candidate, ...]]]) -> tuple[Decision, ...]:
+    """Answers that are equal in several buckets become one decision."""
+    merged: dict[object, tuple[_Group, tuple[Candidate, ...], list[str]]] = {}
+    for group, bucket, candidates in answers:
+        key = (id(group), tuple((c.spec.symbol, c.reasons) for c in candidates))
+        merged.setdefault(key, (group, candidates, []))[2].append(bucket.name)
+    return tuple(
+        Decision(group.kind, dtype, group.sizes, candidates, tuple(op.name for op in group.ops), tuple(buckets))
+        for group, candidates, buckets in merged.values()
+    )
+
+
+def _check_bitwise_classes(plans: Sequence[Plan]) -> None:
+    """A row may meet any bucket, so the kernels that an op has in different buckets must give equal bits."""
+    for plan in plans[1:]:
+        for first, other in zip(plans[0].calls, plan.calls, strict=True):
+            if first.spec.bitwise_class != other.spec.bitwise_class:
+                raise SelectionError(
+                    f"op {first.op.name!r} ({first.op.kind}): need kernels of one bitwise class in every bucket "
+                    f"(feature batch_invariant), have {first.spec.symbol} in bucket {plans[0].bucket.name} and "
+                    f"{other.spec.symbol} in {plan.bucket.name}",
+                    hint=f"pin op {first.op.kind!r} to one solution",
+                )
+
+
+def _bucket_sizes(bucket: Bucket) -> dict[str, int]:
+    return {
+        "num_tokens": bucket.num_tokens,
+        "num_seqs": bucket.num_seqs,
+        "num_logit_rows": bucket.num_logit_rows,
+    }
+
+
+def op_sizes(program: Program, op: Op, deployment: Mapping[str, int]) -> dict[str, int]:
+    """The fixed sizes of ``op``, by the names that KernelSpecs use: its whole-number attributes and
+
+    H columns of a row (embedding, rms_norm, gather_rows), V vocabulary (sample), N and K output and input
+    features and F gated features (projections), and for attention the sizes of the deployment.
+    """
+
+    def width(value: str) -> int:
+        dim: Dim = program.values[value].shape[-1]
+        assert isinstance(dim, int), (op.name, value, dim)
+        return dim
+
+    sizes = {key: value for key, value in op.attrs.items() if isinstance(value, int)}
+    match op.kind:
+        case "embedding" | "rms_norm" | "gather_rows":
+            sizes["H"] = width(op.outputs[0])
+        case "linear" | "linear_add":
+            sizes |= {"N": width(op.outputs[0]), "K": width(op.operand("x"))}
+        case "linear_silu_mul":
+            sizes |= {"F": sizes.pop("features"), "K": width(op.operand("x"))}
+        case "rope_kv_write" | "paged_attention":
+            sizes |= deployment
+        case "sample":
+            sizes["V"] = width(op.operand("logits"))
+    return sizes
