@@ -82,8 +82,8 @@ def _linear(b: ProgramBuilder, path: str, name: str, x: str, features_in: int, f
 
 def _rope_source(config: ModelConfig) -> Source:
     frequencies = tuple(map(float, inverse_frequencies(config)))
-    attrs = {"inverse_frequencies": frequencies, "attention_factor": attention_factor(config)}
-    return Source("rope_table", (), Attrs(attrs))
+    factor = attention_factor(config)
+    return Source("rope_table", (), Attrs({"inverse_frequencies": frequencies, "attention_factor": factor}))
 
 
 def _metadata(config: ModelConfig, dtype: str, max_model_len: int, page_size: int) -> dict[str, int | str]:
