@@ -302,22 +302,20 @@ def _value_data(value: Value) -> dict[str, Any]:
     return data
 
 
-def _attrs(data: Mapping[str, Any]) -> Attrs:
-    return Attrs({key: tuple(value) if isinstance(value, list) else value for key, value in data.items()})
-
-
 def _from_data(text: str) -> Program:
     try:
         data = json.loads(text)
         if data["format"] != PROGRAM_FORMAT:
             raise ProgramError(f"need a Program in format {PROGRAM_FORMAT}, have format {data['format']!r}")
-        values = {item["name"]: _read_value(item) for item in data["values"]}
+        values = [_read_value(item) for item in data["values"]]
         ops = tuple(
-            Op(item["kind"], item["name"], tuple(item["inputs"]), tuple(item["outputs"]), _attrs(item["attrs"]))
+            Op(_text(item["kind"]), _text(item["name"]), _names(item["inputs"]), _names(item["outputs"]),
+               _attrs(item["attrs"]))
             for item in data["ops"]
-        )
-        return Program(data["name"], values, ops, tuple(data["outputs"]), _attrs(data["metadata"]))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        )  # fmt: skip
+        named = {value.name: value for value in values}
+        return Program(_text(data["name"]), named, ops, _names(data["outputs"]), _attrs(data["metadata"]))
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ProgramError(f"the text is not a Program in JSON: {error!r}") from None
 
 
@@ -325,8 +323,38 @@ def _read_value(item: Mapping[str, Any]) -> Value:
     source = None
     if "source" in item:
         made = item["source"]
-        source = Source(made["how"], tuple(made["inputs"]), _attrs(made["attrs"]))
-    return Value(item["name"], item["dtype"], tuple(item["shape"]), Role(item["role"]), source)
+        source = Source(_text(made["how"]), _names(made["inputs"]), _attrs(made["attrs"]))
+    if not all(isinstance(dim, int | str) for dim in item["shape"]):
+        raise TypeError(f"shape {item['shape']!r}")
+    return Value(_text(item["name"]), _text(item["dtype"]), tuple(item["shape"]), Role(item["role"]), source)
+
+
+def _text(item: object) -> str:
+    if not isinstance(item, str):
+        raise TypeError(f"need a string, have {item!r}")
+    return item
+
+
+def _names(items: object) -> tuple[str, ...]:
+    if not isinstance(items, list):
+        raise TypeError(f"need a list, have {items!r}")
+    return tuple(_text(item) for item in items)
+
+
+def _attrs(data: Mapping[str, object]) -> Attrs:
+    return Attrs({_text(key): _attr(value) for key, value in data.items()})
+
+
+def _attr(value: object) -> AttrValue:
+    if isinstance(value, list):
+        return tuple(float(_number(item)) for item in value)
+    return value if isinstance(value, str) else _number(value)
+
+
+def _number(value: object) -> int | float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"need a number, have {value!r}")
+    return value
 
 
 def _lines(program: Program) -> Iterable[str]:
