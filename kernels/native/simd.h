@@ -66,8 +66,7 @@ TS_INLINE f32x16 round_nearest(f32x16 a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
 TS_INLINE f32x16 scale2_int(f32x16 a, f32x16 n) {  // a * 2^n for integral n with 2^n a normal float
-  __m512i e = _mm512_slli_epi32(_mm512_add_epi32(_mm512_cvtps_epi32(n.v), _mm512_set1_epi32(127)), 23);
-  return {_mm512_mul_ps(a.v, _mm512_castsi512_ps(e))};
+  return {_mm512_scalef_ps(a.v, n.v)};
 }
 TS_INLINE f32x16 load_bf16(const bf16* p) {
   __m512i w = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
