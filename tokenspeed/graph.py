@@ -67,7 +67,7 @@ class Pointer:
 
     @property
     def writes(self) -> bool:
-        return bool(self.access & Access.WRITE)
+        return self.access >= Access.WRITE  # far cheaper than a bit test of an IntFlag
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from tokenspeed.bucket import Bucket, StepLimits
@@ -181,17 +182,14 @@ def dependencies(arguments: Sequence[Sequence[Argument]]) -> list[tuple[int, ...
     A node comes after every earlier one that wrote what it touches, or that read what it writes; an edge that
     other edges imply is left out.
     """
-    history: dict[Region, list[tuple[int, Pointer]]] = {region: [] for region in Region}
+    nodes = [[arg for arg in args if isinstance(arg, Pointer)] for args in arguments]
+    histories = {region: _History(p for pointers in nodes for p in pointers if p.region is region) for region in Region}
     edges: list[tuple[int, ...]] = []
     ancestors: list[int] = []
-    for node, args in enumerate(arguments):
-        pointers = [arg for arg in args if isinstance(arg, Pointer)]
-        conflicts = {
-            earlier
-            for pointer in pointers
-            for earlier, past in history[pointer.region]
-            if (pointer.writes or past.writes) and past.offset < pointer.end and pointer.offset < past.end
-        }
+    for node, pointers in enumerate(nodes):
+        conflicts: set[int] = set()
+        for pointer in pointers:
+            conflicts |= histories[pointer.region].conflicts(pointer)
         own, reached = [], 0
         for earlier in sorted(conflicts, reverse=True):
             if not reached >> earlier & 1:
@@ -199,18 +197,35 @@ def dependencies(arguments: Sequence[Sequence[Argument]]) -> list[tuple[int, ...
                 reached |= ancestors[earlier] | 1 << earlier
         edges.append(tuple(reversed(own)))
         ancestors.append(reached)
-        for pointer in pointers:
-            _remember(history[pointer.region], node, pointer)
+        for pointer in sorted(pointers, key=lambda p: p.writes):  # a node that reads and writes counts as writer
+            histories[pointer.region].record(node, pointer)
     return edges
 
 
-def _remember(history: list[tuple[int, Pointer]], node: int, pointer: Pointer) -> None:
-    """Add an access. A write hides the accesses of earlier nodes to bytes that it covers: whoever conflicts with
-    them conflicts with it, and it comes after them."""
-    if pointer.writes:
-        history[:] = [
-            (earlier, past)
-            for earlier, past in history
-            if earlier == node or past.offset < pointer.offset or past.end > pointer.end
-        ]
-    history.append((node, pointer))
+class _History:
+    """Who touched which bytes of a region last: for each piece between the ends of all accesses, its last writer
+    and the readers since. Earlier ones need no edge, as the last writer comes after them."""
+
+    def __init__(self, accesses: Iterable[Pointer]):
+        self._cuts = sorted({cut for pointer in accesses for cut in (pointer.offset, pointer.end)})
+        self._writer: list[tuple[int, ...]] = [()] * len(self._cuts)
+        self._readers: list[list[int]] = [[] for _ in self._cuts]
+
+    def _pieces(self, pointer: Pointer) -> range:
+        return range(bisect_left(self._cuts, pointer.offset), bisect_left(self._cuts, pointer.end))
+
+    def conflicts(self, pointer: Pointer) -> set[int]:
+        """Earlier nodes that must have finished before this access."""
+        found: set[int] = set()
+        for piece in self._pieces(pointer):
+            found.update(self._writer[piece])
+            if pointer.writes:
+                found.update(self._readers[piece])
+        return found
+
+    def record(self, node: int, pointer: Pointer) -> None:
+        for piece in self._pieces(pointer):
+            if pointer.writes:
+                self._writer[piece], self._readers[piece] = (node,), []
+            else:
+                self._readers[piece].append(node)
