@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,6 @@ from tokenspeed.artifact import (
     choose_target,
     publishing,
     seal,
-    write_archive,
 )
 from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.envelope import resolve
@@ -67,7 +67,8 @@ def test_round_trip(artifact: Path, tmp_path: Path) -> None:
     assert opened.verify("full") == 205
     assert opened.manifest.targets == manifest().targets
     assert opened.manifest.envelope.to_json() == manifest().envelope.to_json()
-    write_archive(artifact, tmp_path / "a.tar")
+    with publishing(tmp_path / "a.tar", archive=True) as folder:
+        shutil.copytree(artifact, folder, dirs_exist_ok=True)
     archived = Artifact.open(tmp_path / "a.tar")
     assert archived.digest == opened.digest and archived.verify("full") == 205
     assert archived.read("graphs/a.tslg") == b"graph"

@@ -26,7 +26,7 @@ _HOMES = {
     "AsyncLLM": "tokenspeed.runtime.async_llm",
     "SamplingParams": "tokenspeed.runtime.request",
 }
-__all__ = ["AsyncLLM", "Engine", "SamplingParams", "__version__", "build", "load"]  # noqa: F822 (resolved lazily)
+__all__ = ["AsyncLLM", "Engine", "SamplingParams", "__version__", "build", "load"]
 
 
 def __getattr__(name: str) -> Any:

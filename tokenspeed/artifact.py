@@ -289,8 +289,10 @@ def _hash_location(at: Location) -> str:
 
 
 @contextmanager
-def publishing(path: Path, *, force: bool = False) -> Iterator[Path]:
+def publishing(path: Path, *, force: bool = False, archive: bool = False) -> Iterator[Path]:
     """Yield a folder to write an artifact into; on success it appears at ``path`` whole, on failure not at all.
+
+    With ``archive`` what appears is one uncompressed tar of the folder, the same bytes every time.
 
     Raises:
         ArtifactError: ``path`` exists and ``force`` is false.
@@ -299,16 +301,16 @@ def publishing(path: Path, *, force: bool = False) -> Iterator[Path]:
     if path.exists() and not force:
         raise ArtifactError(f"{path} exists already", hint="choose another path with -o, or pass --force to replace it")
     temporary = path.parent / f".{path.name}.building-{os.getpid()}"
+    packed = path.parent / f".{path.name}.packing-{os.getpid()}"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         yield temporary
-        _sync_tree(temporary)
-        if path.exists():
-            _replace(temporary, path)
-        else:
-            temporary.rename(path)
+        if archive:
+            _pack(temporary, packed)
+        _sync_tree(packed if archive else temporary)
+        _replace(packed if archive else temporary, path)
         _sync(path.parent)
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
@@ -321,6 +323,7 @@ def publishing(path: Path, *, force: bool = False) -> Iterator[Path]:
         raise
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        packed.unlink(missing_ok=True)
 
 
 def seal(folder: Path, manifest: Manifest) -> str:
@@ -336,26 +339,15 @@ def seal(folder: Path, manifest: Manifest) -> str:
     return digest
 
 
-def write_archive(folder: Path, path: Path, *, force: bool = False) -> None:
-    """Pack the artifact directory ``folder`` into one uncompressed tar at ``path``, the same bytes every time."""
+def _pack(folder: Path, path: Path) -> None:
     import tarfile
 
-    if path.exists() and not force:
-        raise ArtifactError(f"{path} exists already", hint="choose another path with -o, or pass --force to replace it")
-    temporary = path.with_name(f".{path.name}.building-{os.getpid()}")
-    try:
-        with tarfile.open(temporary, "w", format=tarfile.PAX_FORMAT) as tar:
-            for p in sorted(q for q in folder.rglob("*") if q.is_file()):
-                info = tarfile.TarInfo(p.relative_to(folder).as_posix())
-                info.size, info.mode = p.stat().st_size, 0o644
-                with p.open("rb") as f:
-                    tar.addfile(info, f)
-        _sync(temporary)
-        temporary.replace(path)
-    except OSError as e:
-        raise ResourceError(f"cannot write {path}: {e.strerror}", hint="free some space or choose another path") from e
-    finally:
-        temporary.unlink(missing_ok=True)
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
+        for p in sorted(q for q in folder.rglob("*") if q.is_file()):
+            info = tarfile.TarInfo(p.relative_to(folder).as_posix())
+            info.size, info.mode = p.stat().st_size, 0o644
+            with p.open("rb") as f:
+                tar.addfile(info, f)
 
 
 def _sync(path: Path) -> None:
@@ -366,14 +358,17 @@ def _sync(path: Path) -> None:
         os.close(descriptor)
 
 
-def _sync_tree(folder: Path) -> None:
-    for p in sorted(folder.rglob("*")):
+def _sync_tree(root: Path) -> None:
+    for p in sorted(root.rglob("*")) if root.is_dir() else ():
         _sync(p)
-    _sync(folder)
+    _sync(root)
 
 
 def _replace(new: Path, path: Path) -> None:
-    """Put ``new`` at ``path``; what was there is kept until the new one is in place."""
+    """Put ``new`` at ``path``; what was there, if anything, is kept until the new one is in place."""
+    if not path.exists():
+        new.rename(path)
+        return
     old = path.parent / f".{path.name}.replaced-{os.getpid()}"
     path.rename(old)
     try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
 from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_json, print_json
 from tokenspeed.errors import UsageError
@@ -31,18 +32,33 @@ def run(args: argparse.Namespace) -> int:
     from tokenspeed.artifact import Artifact
 
     artifact = Artifact.open(args.artifact)
-    report = json.loads(artifact.read("selection.json"))
-    entries = [e for e in report["selections"] if args.target in (None, e["target"]) and args.op in (None, e["op"])]
-    if not entries:
-        ops = sorted({e["op"] for e in report["selections"]})
-        targets = sorted({e["target"] for e in report["selections"]})
-        raise UsageError("nothing matches", hint=f"ops: {', '.join(ops)}; targets: {', '.join(targets)}")
+    report = json.loads(artifact.read("selection.json"))["targets"]
+    found = [
+        {**target, "decisions": decisions}
+        for target in report
+        if args.target in (None, target["target"])
+        and (decisions := [d for d in target["decisions"] if args.op in (None, d["op"])])
+    ]
+    if not found:
+        ops = sorted({d["op"] for target in report for d in target["decisions"]})
+        targets = ", ".join(target["target"] for target in report)
+        raise UsageError("nothing matches", hint=f"the targets are {targets}; the ops are {', '.join(ops)}")
     if args.json:
-        print_json({**report, "selections": entries})
+        print_json({"targets": found})
         return 0
-    for entry in entries:
-        print(f"{entry['op']} on {entry['target']}: {entry['chosen']}")
-        for candidate in entry["candidates"]:
-            mark = "chosen  " if candidate["kernel"] == entry["chosen"] else "rejected"
-            print(f"  {mark} {candidate['kernel']:<36}{candidate['reason']}")
+    for target in found:
+        required = ", ".join(target["required_features"]) or "none"
+        print(f"target {target['target']} (features required: {required})")
+        for decision in target["decisions"]:
+            _print(decision)
     return 0
+
+
+def _print(decision: dict[str, Any]) -> None:
+    sizes = " ".join(f"{name}={size}" for name, size in decision["sizes"].items())
+    print(f"\n{decision['op']} {decision['dtype']} ({len(decision['ops'])} ops; {sizes})")
+    for candidate in decision["candidates"]:
+        if candidate["kernel"] == decision["chosen"]:
+            print(f"  chosen    {candidate['kernel']}")
+        else:
+            print(f"  rejected  {candidate['kernel']}: {'; '.join(candidate['reasons'])}")

@@ -31,14 +31,14 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tokenspeed.artifact import Artifact
-    from tokenspeed.graph import decode
+    from tokenspeed.graph import LaunchGraph
 
     artifact = Artifact.open(args.artifact)
     if args.graph:
-        known = [b.graph for section in artifact.manifest.targets for b in section.buckets]
+        known = [entry.graph for section in artifact.manifest.targets for entry in section.buckets]
         if args.graph not in known:
             raise UsageError(f"the artifact has no graph {args.graph!r}", hint=f"it has {', '.join(known)}")
-        graph = decode(artifact.read(args.graph))
+        graph = LaunchGraph.decode(artifact.read(args.graph))
         if args.json:
             print_json(graph.to_json())
         else:

@@ -1,0 +1,284 @@
+"""``build``: the whole pipeline from a checkpoint to an artifact, on one screen."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from tokenspeed import __version__, _native
+from tokenspeed.artifact import (
+    FORMAT_VERSION,
+    BucketEntry,
+    Manifest,
+    ModelSection,
+    StepCost,
+    TargetSection,
+    publishing,
+    seal,
+)
+from tokenspeed.bucket import StepLimits
+from tokenspeed.compile.checkpoint import Checkpoint, open_checkpoint, tensor_shapes
+from tokenspeed.compile.lower import LoweredTarget, lower_program
+from tokenspeed.compile.models import build_program
+from tokenspeed.compile.passes import CPU_PASSES, run_passes
+from tokenspeed.compile.program import Program
+from tokenspeed.compile.verify import verify
+from tokenspeed.compile.weights import WeightPlan, write_weights
+from tokenspeed.envelope import Envelope, read_recipe, resolve
+from tokenspeed.errors import UsageError
+from tokenspeed.kernels.native_specs import native_registry
+
+
+@dataclass(frozen=True)
+class BuildResult:
+    """What was built: where, its identity, its size in bytes, and the seconds that each stage took."""
+
+    path: Path
+    digest: str
+    bytes: int
+    seconds: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"path": str(self.path), "digest": self.digest, "bytes": self.bytes, "seconds": dict(self.seconds)}
+
+
+class Progress:
+    """Progress on a stream: a line per stage, and a bar (tqdm) while weights are packed; silent without a stream."""
+
+    def __init__(self, stream: TextIO | None = None):
+        self._stream = stream
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time a stage, and report it when it is done."""
+        started = time.perf_counter()
+        yield
+        self.seconds[name] = time.perf_counter() - started
+        if self._stream is not None:
+            print(f"{name:<10} {self.seconds[name]:6.2f} s", file=self._stream, flush=True)
+
+    @contextmanager
+    def bar(self, name: str, total: int) -> Iterator[Any]:
+        """Yield a callback that takes (bytes done, bytes in all) and moves a bar."""
+        from tqdm import tqdm
+
+        with tqdm(total=total, desc=name, unit="B", unit_scale=True, file=self._stream, leave=False,
+                  disable=self._stream is None or not self._stream.isatty()) as bar:  # fmt: skip
+            yield lambda done, _: bar.update(done - bar.n)
+
+
+def build(
+    checkpoint: str | Path,
+    output: str | Path | None = None,
+    *,
+    recipe: str | Path | None = None,
+    solutions: Mapping[str, str] | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    **flags: Any,
+) -> BuildResult:
+    """Compile ``checkpoint`` into an artifact at ``output`` (default: artifacts/NAME).
+
+    Args:
+        checkpoint: a Hugging Face directory (safetensors) or a GGUF file.
+        output: a directory to make, or a path ending in .tar for one file.
+        recipe: a TOML file with an [envelope] table.
+        solutions: kind of op -> the only solution allowed for it.
+        force: replace what is at ``output``, once the new artifact is whole.
+        flags: envelope fields (see ``tokenspeed.envelope.FIELDS``), e.g. dtype="float32", targets="cpu:x86-64-v3".
+
+    Raises:
+        TokenSpeedError: one of its kinds (checkpoint, envelope, selection, resources); nothing is left behind.
+    """
+    progress = progress or Progress()
+    with progress.stage("checkpoint"):
+        source = open_checkpoint(checkpoint)
+        envelope = _envelope(source, flags, recipe)
+        tokenizer = source.tokenizer()
+    with progress.stage("program"):
+        program = build_program(
+            source.config, dtype=envelope.dtype, max_model_len=envelope.max_model_len, page_size=envelope.page_size
+        )
+        verify(program)
+        fused = run_passes(program, CPU_PASSES)
+    with progress.stage("lower"):
+        limits = StepLimits(envelope.max_prefill_tokens, envelope.max_num_seqs, envelope.max_logit_rows)
+        registry = native_registry()
+        lowered = [
+            lower_program(
+                fused,
+                target,
+                limits,
+                registry,
+                split_positions=envelope.split_positions,
+                features=envelope.required_features,
+                pinned=solutions,
+            )
+            for target in envelope.targets
+        ]
+    path = Path(output) if output is not None else Path("artifacts") / envelope.model
+    archive = path.suffix == ".tar"
+    with publishing(path, force=force, archive=archive) as folder:
+        files = _weight_files(lowered)
+        with progress.stage("weights"):
+            _write_weights(folder, files, fused, source, progress)
+        with progress.stage("graphs"):
+            sections = tuple(_write_target(folder, target, files, _cost(fused, target)) for target in lowered)
+            _write_tokenizer(folder, asdict(tokenizer))
+            _write_json(folder / "selection.json", {"targets": [t.selection.to_json() for t in lowered]})
+            (folder / "program.json").write_text(fused.to_json())
+        with progress.stage("seal"):
+            model = _model_section(source, envelope)
+            digest = seal(folder, Manifest(FORMAT_VERSION, __version__, model, envelope, sections))
+            nbytes = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    return BuildResult(path, digest, nbytes, progress.seconds)
+
+
+def resolve_envelope(checkpoint: str | Path, *, flags: Mapping[str, Any], recipe: str | Path | None = None) -> Envelope:
+    """The envelope that ``build`` would use."""
+    return _envelope(open_checkpoint(checkpoint), flags, recipe)
+
+
+def export_onnx(
+    checkpoint: str | Path, path: Path, *, max_model_len: int | None = None, progress: Progress | None = None
+) -> None:
+    """Write the float32 Program of ``checkpoint`` as ONNX."""
+    from tokenspeed.compile.onnx_export import export_onnx as write
+
+    progress = progress or Progress()
+    with progress.stage("checkpoint"):
+        source = open_checkpoint(checkpoint)
+        envelope = _envelope(source, {"dtype": "float32", "max_model_len": max_model_len}, None)
+    with progress.stage("program"):
+        program = build_program(
+            source.config, dtype="float32", max_model_len=envelope.max_model_len, page_size=envelope.page_size
+        )
+    with progress.stage("onnx"):
+        write(program, source, path)
+
+
+def parse_solutions(pairs: Sequence[str]) -> dict[str, str]:
+    """``["linear=native"]`` -> ``{"linear": "native"}``. Raises UsageError for anything else."""
+    solutions = {}
+    for pair in pairs:
+        op, equals, solution = pair.partition("=")
+        if not (op and equals and solution):
+            raise UsageError(f"--solution is {pair!r}; it must look like OP=SOLUTION, e.g. linear=native")
+        solutions[op] = solution
+    return solutions
+
+
+def _envelope(source: Checkpoint, flags: Mapping[str, Any], recipe: str | Path | None) -> Envelope:
+    return resolve(
+        model=source.config.name,
+        max_position_embeddings=source.config.max_position_embeddings,
+        flags=flags,
+        recipe=None if recipe is None else read_recipe(Path(recipe)),
+    )
+
+
+def _weight_files(lowered: Sequence[LoweredTarget]) -> dict[WeightPlan, str]:
+    """File of each distinct weight plan: targets whose kernels read the same layouts share one."""
+    files: dict[WeightPlan, str] = {}
+    for target in lowered:
+        if target.weights not in files:
+            suffix = f"-{len(files)}" if f"weights/{target.weights.name}.safetensors" in files.values() else ""
+            files[target.weights] = f"weights/{target.weights.name}{suffix}.safetensors"
+    return files
+
+
+def _write_weights(
+    folder: Path, files: Mapping[WeightPlan, str], program: Program, source: Checkpoint, progress: Progress
+) -> None:
+    (folder / "weights").mkdir()
+    for plan, name in files.items():
+        with progress.bar(name, plan.nbytes) as report, (folder / name).open("wb") as out:
+            write_weights(plan, program, source, out, report)
+
+
+def _write_target(
+    folder: Path, target: LoweredTarget, files: Mapping[WeightPlan, str], cost: StepCost
+) -> TargetSection:
+    """Write the LaunchGraphs of one target; returns what the manifest says of it."""
+    graphs = folder / "graphs" / target.target.path_name
+    graphs.mkdir(parents=True)
+    entries = []
+    for bucket, graph in target.graphs.items():
+        path = graphs / f"{bucket.name}.tslg"
+        path.write_bytes(graph.encode())
+        entries.append(BucketEntry(bucket, path.relative_to(folder).as_posix()))
+    return TargetSection(
+        target=str(target.target),
+        kernel_library="native",
+        kernel_abi=_native.KERNEL_ABI,
+        weights=files[target.weights],
+        weights_offset=target.weights.data_offset,
+        weights_bytes=target.weights.nbytes,
+        arena_bytes=target.arena_bytes,
+        kv_page_bytes=target.kv_page_bytes,
+        io_bytes=target.io_bytes,
+        io=target.io,
+        state_bytes=target.state_bytes,
+        state=target.state,
+        buckets=tuple(entries),
+        cost=cost,
+    )
+
+
+def _cost(program: Program, target: LoweredTarget) -> StepCost:
+    """Weights that a step reads whole (all but rows looked up in a table), and multiply-adds of the projections."""
+    looked_up = {op.operand("table") for op in program.ops if op.kind == "embedding"}
+    projections = [op for op in program.ops if op.kind.startswith("linear")]
+    whole = {name for op in projections for name in op.inputs} | {
+        w.name for w in program.op_weights if w.name not in looked_up and w.name != "rope_table"
+    }
+    nbytes = sum(t.nbytes for (name, _), t in target.weights.tensors().items() if name in whole)
+    flops = {"num_tokens": 0, "num_logit_rows": 0}
+    for op in projections:
+        features_out, features_in = program.values[op.operand("weight")].shape
+        assert isinstance(features_out, int) and isinstance(features_in, int)
+        flops[str(program.values[op.operand("x")].shape[0])] += 2 * features_out * features_in
+    return StepCost(nbytes, flops["num_tokens"], flops["num_logit_rows"])
+
+
+def _write_tokenizer(folder: Path, files: dict[str, Any]) -> None:
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "tokenizer.json").write_bytes(files.pop("tokenizer_json"))
+    _write_json(folder / "tokenizer" / "config.json", files)
+
+
+def _write_json(path: Path, data: Any) -> None:
+    path.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _model_section(source: Checkpoint, envelope: Envelope) -> ModelSection:
+    config, digests = source.config, source.digests()
+    shapes = tensor_shapes(config).values()
+    combined = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+    return ModelSection(
+        name=envelope.model,
+        architecture=config.architecture,
+        vocab_size=config.vocab_size,
+        num_layers=config.num_layers,
+        hidden_size=config.hidden_size,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        num_parameters=sum(_product(shape) for shape in shapes),
+        checkpoint_kind="gguf" if any(name.endswith(".gguf") for name in digests) else "huggingface",
+        checkpoint_sha256=combined,
+    )
+
+
+def _product(shape: Sequence[int]) -> int:
+    size = 1
+    for dim in shape:
+        size *= dim
+    return size
