@@ -1,0 +1,286 @@
+"""The LaunchGraph file survives hostile bytes, and the static verifier catches every unsafe graph."""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from lowered import fused_program, lowered
+
+from tokenspeed.errors import ProgramError
+from tokenspeed.graph import Access, Argument, Float, Int, LaunchGraph, Node, Pointer, Region, StepScalar
+from tokenspeed.graph_verify import ancestor_sets, verify_graph
+
+R, W, RW = Access.READ, Access.WRITE, Access.READ | Access.WRITE
+SIZES = {Region.WEIGHTS: 4096, Region.KV: 8192, Region.ARENA: 1024, Region.IO: 256, Region.STATE: 64}
+STRIDE = 2048
+
+
+def arena(offset: int, extent: int, access: Access) -> Pointer:
+    return Pointer(Region.ARENA, offset, extent, access)
+
+
+def chain() -> LaunchGraph:
+    """a writes x, b reads x and writes y over a kv page, c reads y and overwrites x."""
+    return LaunchGraph(
+        (
+            Node("a", "fill_avx2", (arena(0, 64, W), Int(-5), Float(0.125))),
+            Node("b", "copy_avx2", (arena(0, 64, R), arena(64, 64, W), Pointer(Region.KV, 1024, 1024, W)), (0,)),
+            Node("c", "copy_avx2", (arena(64, 64, R), arena(0, 64, W), StepScalar(2)), (1,)),
+        )
+    )
+
+
+def resealed(data: bytes | bytearray) -> bytes:
+    """``data`` with the checksum that its body has."""
+    body = bytes(data[64:])
+    return bytes(data[:32]) + struct.pack("<I", zlib.crc32(body)) + bytes(data[36:64]) + body
+
+
+pointers = st.builds(
+    Pointer,
+    st.sampled_from(Region),
+    st.integers(0, 2**40).map(lambda n: 4 * n),
+    st.integers(1, 2**40),
+    st.sampled_from([R, W, RW]),
+)
+arguments: st.SearchStrategy[Argument] = st.one_of(
+    pointers,
+    st.builds(Int, st.integers(-(2**63), 2**63 - 1)),
+    st.builds(Float, st.floats(allow_nan=False, allow_infinity=False)),
+    st.builds(StepScalar, st.integers(0, 2)),
+)
+
+
+@st.composite
+def graphs(draw: Any) -> LaunchGraph:
+    nodes = []
+    for index in range(draw(st.integers(0, 6))):
+        edges = draw(st.sets(st.integers(0, index - 1))) if index else ()
+        args = draw(st.lists(arguments, max_size=4))
+        text = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
+        nodes.append(Node(f"{index}{draw(text)}", draw(text), tuple(args), tuple(sorted(edges))))
+    return LaunchGraph(tuple(nodes))
+
+
+@given(graphs())
+def test_a_graph_survives_its_file(graph: LaunchGraph) -> None:
+    data = graph.encode()
+    assert LaunchGraph.decode(data) == graph
+    assert LaunchGraph.decode(data).encode() == data
+
+
+def test_the_bytes_of_a_small_graph() -> None:
+    graph = LaunchGraph((Node("n", "k", (Pointer(Region.IO, 8, 16, R), Int(-1), Float(1.0), StepScalar(1))),))
+    data = graph.encode()
+    body = struct.pack("<II", 0, 1) + struct.pack("<8I", 0, 0, 4, 0, 0, 1, 1, 0)
+    body += struct.pack("<BBB5xQQQ", 0, 3, 1, 8, 16, 0) + struct.pack("<BBB5xQQQ", 1, 0, 0, 2**64 - 1, 0, 0)
+    body += struct.pack("<BBB5xQQQ", 2, 0, 0, 0x3FF0000000000000, 0, 0) + struct.pack("<BBB5xQQQ", 3, 0, 0, 1, 0, 0)
+    body += b"kn"
+    header = struct.pack("<4sHHIIIIIII28x", b"TSLG", 1, 64, 64 + len(body), 1, 1, 4, 0, 2, zlib.crc32(body))
+    assert data == header + body
+
+
+def test_every_truncation_and_every_flipped_bit_is_noticed() -> None:
+    data = chain().encode()
+    for length in range(len(data)):
+        with pytest.raises(ProgramError, match="launch graph: need"):
+            LaunchGraph.decode(data[:length])
+    for bit in range(8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with pytest.raises(ProgramError, match="launch graph: need"):
+            LaunchGraph.decode(bytes(flipped))
+
+
+def decodes_or_is_refused(data: bytes) -> None:
+    """Hostile bytes give a graph that is exactly its file, or a ProgramError; nothing else."""
+    try:
+        graph = LaunchGraph.decode(data)
+    except ProgramError:
+        return
+    assert graph.encode() == data
+    try:
+        verify_graph(graph, SIZES, STRIDE)
+    except ProgramError:
+        return
+
+
+def test_every_flipped_bit_with_a_right_checksum_is_survived() -> None:
+    data = chain().encode()
+    for bit in range(8 * 64, 8 * len(data)):
+        flipped = bytearray(data)
+        flipped[bit // 8] ^= 1 << bit % 8
+        decodes_or_is_refused(resealed(flipped))
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 2**32 - 1)), min_size=1, max_size=4))
+def test_overwritten_words_with_a_right_checksum_are_survived(words: list[tuple[int, int]]) -> None:
+    data = bytearray(chain().encode())
+    for at, word in words:
+        struct.pack_into("<I", data, 4 * (at % (len(data) // 4)), word)
+    decodes_or_is_refused(resealed(data))
+
+
+@given(st.binary(max_size=300))
+def test_noise_is_refused(noise: bytes) -> None:
+    decodes_or_is_refused(noise)
+    decodes_or_is_refused(resealed(chain().encode()[:64] + noise))
+
+
+def test_a_file_of_another_version_says_so() -> None:
+    data = bytearray(chain().encode())
+    data[4] = 9
+    with pytest.raises(ProgramError, match="need format version 1, have 9") as caught:
+        LaunchGraph.decode(bytes(data))
+    assert caught.value.hint == "rebuild the artifact with this version of tokenspeed"
+
+
+@pytest.mark.parametrize(
+    ("arg", "text"),
+    [
+        (Float(float("nan")), "node 'n' arg 0: need a finite number, have nan"),
+        (Int(2**63), "node 'n' arg 0: need a signed 64-bit number, have 9223372036854775808"),
+        (StepScalar(3), "node 'n' arg 0: need a step scalar below 3, have 3"),
+        (arena(2, 4, R), r"node 'n' arg 0: need an aligned range of 64 bits with an access, have arena\[2:6\]r"),
+        (arena(0, 4, Access(0)), r"need an aligned range of 64 bits with an access, have arena\[0:4\]-"),
+    ],
+)
+def test_what_no_file_can_hold_is_not_written(arg: Argument, text: str) -> None:
+    with pytest.raises(ProgramError, match=text):
+        LaunchGraph((Node("n", "k", (arg,)),)).encode()
+
+
+def test_a_graph_prints_itself() -> None:
+    assert str(chain()).splitlines()[1] == (
+        "   1  b = copy_avx2(arena[0:64]r, arena[64:128]w, kv[1024:2048]w)  after 0"
+    )
+    assert chain().to_json()["nodes"][2] == {
+        "name": "c",
+        "symbol": "copy_avx2",
+        "args": [
+            {"region": "arena", "offset": 64, "extent": 64, "access": "r"},
+            {"region": "arena", "offset": 0, "extent": 64, "access": "w"},
+            {"step": "num_logit_rows"},
+        ],
+        "predecessors": [1],
+    }
+
+
+# --- the verifier ---------------------------------------------------------------------------------
+
+
+def test_a_safe_graph_is_accepted() -> None:
+    verify_graph(chain(), SIZES, STRIDE)
+    assert ancestor_sets([(), (0,), (1,), (0,)]) == [0b0, 0b1, 0b11, 0b1]
+
+
+def changed(index: int, position: int, arg: Argument) -> LaunchGraph:
+    nodes = list(chain().nodes)
+    args = list(nodes[index].args)
+    args[position] = arg
+    nodes[index] = replace(nodes[index], args=tuple(args))
+    return LaunchGraph(tuple(nodes))
+
+
+def with_node(index: int, **changes: Any) -> LaunchGraph:
+    nodes = list(chain().nodes)
+    nodes[index] = replace(nodes[index], **changes)
+    return LaunchGraph(tuple(nodes))
+
+
+@pytest.mark.parametrize(
+    ("graph", "text"),
+    [
+        (changed(1, 0, arena(1000, 64, R)), r"node 'b' arg 0: need 1064 bytes of region arena, have 1024 \(arena"),
+        (changed(1, 2, Pointer(Region.KV, 1024, 1028, W)), "node 'b' arg 2: need 2052 bytes of page of region kv, "),
+        (changed(0, 0, Pointer(Region.WEIGHTS, 0, 64, RW)), "node 'a' arg 0: need read-only access to region weights"),
+        (changed(0, 0, arena(0, 0, W)), "node 'a' arg 0: need a positive extent at a multiple of 4 bytes, have arena"),
+        (changed(0, 0, arena(-64, 64, W)), "need a positive extent at a multiple of 4 bytes"),
+        (changed(0, 0, arena(0, 64, Access(0))), "node 'a' arg 0: need read or write access, have neither"),
+        (changed(2, 2, StepScalar(7)), "node 'c' arg 2: need a step scalar below 3, have 7"),
+        (changed(1, 1, arena(32, 64, W)), "node 'b': need args 0 and 1 apart or at one offset, have arena"),
+        (with_node(2, predecessors=()), r"node 'c' arg 1: need an edge path from node 'a' \(arg 0\), have none"),
+        (with_node(1, predecessors=()), r"node 'b' arg 0: need an edge path from node 'a' \(arg 0\), have none"),
+        (with_node(1, predecessors=(1,)), r"node 'b': need predecessors in ascending order, each before node 1, have"),
+        (with_node(2, predecessors=(1, 0)), r"need predecessors in ascending order, each before node 2, have \[1, 0\]"),
+        (with_node(2, name="a"), "node 2: need a unique name, have 'a'"),
+        (with_node(2, symbol=""), "node 'c': need the symbol of a kernel, have an empty one"),
+    ],
+)
+def test_the_verifier_names_what_is_unsafe(graph: LaunchGraph, text: str) -> None:
+    with pytest.raises(ProgramError, match=text):
+        verify_graph(graph, SIZES, STRIDE)
+
+
+def test_readers_need_no_order_among_themselves() -> None:
+    nodes = (
+        Node("w", "k", (arena(0, 256, W),)),
+        Node("r1", "k", (arena(0, 128, R), arena(256, 64, W)), (0,)),
+        Node("r2", "k", (arena(64, 128, R), arena(320, 64, W)), (0,)),
+        Node("in place", "k", (arena(0, 128, R), arena(0, 128, W)), (1, 2)),
+    )
+    verify_graph(LaunchGraph(nodes), SIZES, STRIDE)
+    unordered = (*nodes[:3], replace(nodes[3], predecessors=(1,)))
+    with pytest.raises(ProgramError, match=r"node 'in place' arg 1: need an edge path from node 'r2' \(arg 0\)"):
+        verify_graph(LaunchGraph(unordered), SIZES, STRIDE)
+
+
+def races(graph: LaunchGraph) -> bool:
+    """By brute force: whether two unordered nodes touch one byte and one of them writes it."""
+    before = ancestor_sets([node.predecessors for node in graph.nodes])
+    for j, second in enumerate(graph.nodes):
+        for i, first in enumerate(graph.nodes[:j]):
+            if before[j] >> i & 1:
+                continue
+            for _, p in first.pointers():
+                for _, q in second.pointers():
+                    if p.region is q.region and (p.writes or q.writes) and p.offset < q.end and q.offset < p.end:
+                        return True
+    return False
+
+
+small = st.builds(arena, st.integers(0, 6).map(lambda n: 4 * n), st.integers(1, 12), st.sampled_from([R, W]))
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(small, st.integers(0, 2**6 - 1)), max_size=7))
+def test_the_verifier_finds_exactly_the_races(items: list[tuple[Pointer, int]]) -> None:
+    nodes = tuple(
+        Node(str(i), "k", (pointer,), tuple(e for e in range(i) if edges >> e & 1))
+        for i, (pointer, edges) in enumerate(items)
+    )
+    graph = LaunchGraph(nodes)
+    try:
+        verify_graph(graph, SIZES, STRIDE)
+    except ProgramError as error:
+        assert "need an edge path" in str(error) and races(graph)
+    else:
+        assert not races(graph)
+
+
+def test_every_edge_of_a_lowered_graph_is_needed_and_every_shift_is_caught() -> None:
+    low = lowered(fused_program())
+    layout = low.layout
+    graph = low.graphs[max(low.graphs)]
+    verify_graph(graph, layout.region_sizes, layout.kv_page_bytes)
+    for index, node in enumerate(graph.nodes):
+        for edge in node.predecessors:
+            kept = tuple(e for e in node.predecessors if e != edge)
+            nodes = list(graph.nodes)
+            nodes[index] = replace(node, predecessors=kept)
+            with pytest.raises(ProgramError, match="need an edge path"):
+                verify_graph(LaunchGraph(tuple(nodes)), layout.region_sizes, layout.kv_page_bytes)
+        for position, pointer in node.pointers():
+            args = list(node.args)
+            args[position] = replace(pointer, offset=layout.region_sizes[pointer.region] - pointer.extent + 4)
+            nodes = list(graph.nodes)
+            nodes[index] = replace(node, args=tuple(args))
+            with pytest.raises(ProgramError, match=f"node '{node.name}' arg {position}: need"):
+                verify_graph(LaunchGraph(tuple(nodes)), layout.region_sizes, layout.kv_page_bytes)
