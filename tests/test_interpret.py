@@ -136,7 +136,7 @@ def test_scored_rows_report_the_log_probability_of_the_next_token() -> None:
     np.testing.assert_allclose(out["out_logprob"][:-1], logprobs[np.arange(11), tokens[1:]], rtol=1e-6)
     np.testing.assert_array_equal(out["out_top_ids"][:, :3], np.argsort(-logits)[:, :3])
     assert out["out_token"][-1] == logits[-1].argmax() and out["out_rank"][-1] == 1
-    assert (out["out_top_ids"][:, 3:] == 0).all()
+    assert (out["out_top_ids"][:, 3:] == -1).all() and np.isneginf(out["out_top_logprobs"][:, 3:]).all()
 
 
 def test_a_step_input_of_the_wrong_shape_is_refused() -> None:
@@ -234,12 +234,20 @@ def test_greedy_takes_the_lowest_of_equals() -> None:
 def test_limits_keep_the_right_tokens(limits: dict[str, Any], kept: list[int]) -> None:
     scaled = np.log(np.array([0.1, 0.2, 0.3, 0.400001]))
     options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **limits}
-    assert kept_tokens(scaled, **options).tolist() == kept
+    assert kept_tokens(scaled, scaled - scaled.max(), **options).tolist() == kept
 
 
 def test_ties_rank_and_list_lower_ids_first() -> None:
     scores = score(np.array([0.0, 2.0, 1.0, 2.0]), token=3, num_top=3)
     assert scores.rank == 2 and scores.top_ids.tolist() == [1, 3, 2]
+
+
+def test_rows_with_nan_or_without_a_finite_maximum_still_give_a_token() -> None:
+    nan, inf = np.nan, np.inf
+    assert draw(np.array([nan, 1.0, nan, 0.0]), **{**DEFAULTS, "top_k": 1}) == 1
+    assert draw(np.array([nan, -inf, nan]), **DEFAULTS) == 0
+    assert draw(np.array([0.0, inf, inf]), **DEFAULTS) == 1
+    assert np.isnan(score(np.array([nan, nan]), token=0, num_top=1).logprob)
 
 
 def test_a_row_is_drawn_the_same_in_any_company() -> None:

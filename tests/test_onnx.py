@@ -85,7 +85,7 @@ def test_smollm2_agrees_with_the_interpreter(smollm2_gguf: Path, tmp_path: Path)
     weights = {name: checkpoint.read(name) for name in checkpoint.names()}
     program = build_program(checkpoint.config, dtype="float32", max_model_len=2048, page_size=64)
     path = tmp_path / "smollm2.onnx"
-    export_onnx(program, weights.__getitem__, path)
+    export_onnx(program, weights.__getitem__, path, external_data_bytes=0)
     tokens = [1, 9690, 198, 2683, 359, 253, 5356, 5646, 11173, 3365, 3511, 308, 34519, 28, 7018, 411]
     expected = run_prompt(program, weights.__getitem__, tokens)
     logits = onnx_logits(path, tokens)

@@ -1,9 +1,13 @@
-"""The reference sampler: what every backend's ``sample`` must agree with, in NumPy and float64.
+"""The reference sampler: what every backend's ``sample`` must agree with, in NumPy.
 
-A draw is keyed by (seed, draw_position) and nothing else. Gumbel-max: over the kept tokens, the largest
-logit / temperature + g wins, where g = -log(-log(u)) and u comes from Philox4x32-10 (Salmon et al., "Parallel
-random numbers: as easy as 1, 2, 3", SC'11): key = seed, counter = (draw_position, token_id / 4, 0, 0),
-lane token_id % 4. Since each token has its own u, a token that cannot win may be skipped without changing the draw.
+One order rules ranks, likeliest tokens, greedy choice and keep sets: greater logit first, lower id on ties.
+A NaN logit counts as -infinity; a row without a finite maximum gives its first token and log-probability NaN.
+
+A draw is keyed by (seed, draw_position) and nothing else. Gumbel-max: over the kept tokens, the largest z + g
+wins, where z = (logit - max) / temperature, g = -log(-log(u)) and u = (x + 0.5) / 2^32 with x from Philox4x32-10
+(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11): key = seed, counter = (draw_position,
+token_id / 4, 0, 0), lane token_id % 4. Since each token has its own u, a token that cannot win may be skipped
+without changing the draw.
 """
 
 from __future__ import annotations
@@ -45,38 +49,47 @@ def uniforms(seed: int, draw_position: int, count: int) -> Array:
     return (words.astype(np.float64) + 0.5) / 2.0**32
 
 
+def clean(logits: Array) -> Array:
+    """``logits`` with NaN as -infinity."""
+    return np.where(np.isnan(logits), logits.dtype.type(-np.inf), logits)
+
+
 def by_likelihood(logits: Array) -> Array:
     """Token ids, likeliest first, lower id first on ties."""
     return np.argsort(-logits, kind="stable")
 
 
-def kept_tokens(scaled: Array, top_k: int, top_p: float, min_p: float) -> Array:
-    """Token ids that may be drawn, likeliest first, of logits already divided by the temperature.
+def kept_tokens(logits: Array, z: Array, top_k: int, top_p: float, min_p: float) -> Array:
+    """Token ids that may be drawn, likeliest first, where ``z`` is (logit - max) / temperature.
 
-    top_k likeliest; of them the fewest whose renormalised probability reaches top_p; of them those with at
-    least min_p of the likeliest one's probability. 0 (or 1 for top_p) switches each off; one token always stays.
+    The top_k likeliest; of them the fewest whose share of their whole probability reaches top_p; of them those
+    with at least min_p of the likeliest one's probability. 0 (for top_p: 1) switches each off; one always stays.
     """
-    order = by_likelihood(scaled)
+    order = by_likelihood(logits)
     if top_k > 0:
         order = order[:top_k]
-    weights = np.exp(scaled[order].astype(np.float64) - float(scaled[order[0]]))
+    weights = np.exp(z[order].astype(np.float64))
     if top_p < 1.0:
         reached = np.cumsum(weights) >= top_p * weights.sum()
         count = int(np.argmax(reached)) + 1 if reached.any() else len(order)
         order, weights = order[:count], weights[:count]
-    return order[weights >= min_p * weights[0]] if min_p > 0.0 else order
+    if min_p > 0.0:
+        order = order[(weights >= min_p) | (order == order[0])]
+    return order
 
 
 def draw(
     logits: Array, *, temperature: float, top_k: int, top_p: float, min_p: float, seed: int, draw_position: int
 ) -> int:
-    """The token drawn from one row of logits. Temperature 0 is argmax, lowest id on ties."""
-    if temperature == 0.0:
+    """The token drawn from one row of logits. Temperature 0 is the first token of the order."""
+    logits = clean(logits)
+    best = logits.max()
+    if temperature <= 0.0 or not np.isfinite(best):
         return int(np.argmax(logits))
-    scaled = logits.astype(np.float64) / temperature
-    kept = np.sort(kept_tokens(scaled, top_k, top_p, min_p))
+    z = (logits - best) / logits.dtype.type(temperature)
+    kept = np.sort(kept_tokens(logits, z, top_k, top_p, min_p))
     gumbel = -np.log(-np.log(uniforms(seed, draw_position, len(logits))[kept]))
-    return int(kept[np.argmax(scaled[kept] + gumbel)])
+    return int(kept[np.argmax(z[kept] + gumbel)])
 
 
 @dataclass(frozen=True)
@@ -90,40 +103,40 @@ class Scores:
 
 
 def score(logits: Array, token: int, num_top: int) -> Scores:
-    """The log-probability and rank (from 1, lower id first on ties) of ``token``, and the ``num_top`` likeliest."""
-    exact = logits.astype(np.float64)
+    """The log-probability and rank (from 1) of ``token``, and the ``num_top`` likeliest tokens with theirs."""
+    exact = clean(logits).astype(np.float64)
     peak = exact.max()
-    normalizer = peak + np.log(np.exp(exact - peak).sum())
+    with np.errstate(invalid="ignore"):  # no finite peak: inf - inf, and the log-probabilities are NaN
+        logprobs = (exact - peak) - np.log(np.exp(exact - peak).sum())
     ahead = (exact > exact[token]) | ((exact == exact[token]) & (np.arange(len(exact)) < token))
     top = by_likelihood(exact)[:num_top]
-    return Scores(float(exact[token] - normalizer), 1 + int(ahead.sum()), top, exact[top] - normalizer)
+    return Scores(float(logprobs[token]), 1 + int(ahead.sum()), top, logprobs[top])
 
 
 def sample_rows(logits: Array, rows: Mapping[str, Array], last_tokens: Array) -> tuple[Array, ...]:
     """The ``sample`` op: ``rows`` holds its per-row operands by name; writes ``last_tokens`` in place.
 
-    Returns out_token, out_logprob, out_rank, out_top_ids, out_top_logprobs, last_tokens. What a row did not ask
-    for (num_logprobs) is zero.
+    Returns out_token, out_logprob, out_rank, out_top_ids, out_top_logprobs, last_tokens. Likeliest tokens that a
+    row did not ask for (num_logprobs) are -1 with log-probability -infinity.
     """
     count = len(logits)
     out_token, out_rank = np.zeros(count, np.int32), np.zeros(count, np.int32)
     out_logprob = np.zeros(count, np.float32)
-    out_top_ids = np.zeros((count, MAX_TOP_LOGPROBS), np.int32)
-    out_top_logprobs = np.zeros((count, MAX_TOP_LOGPROBS), np.float32)
+    out_top_ids = np.full((count, MAX_TOP_LOGPROBS), -1, np.int32)
+    out_top_logprobs = np.full((count, MAX_TOP_LOGPROBS), -np.inf, np.float32)
     for row in range(count):
-        token = int(rows["logit_target"][row])
+        token, slot = int(rows["logit_target"][row]), int(rows["state_slot"][row])
         if token < 0:
             token = draw(
                 logits[row], temperature=float(rows["temperature"][row]), top_k=int(rows["top_k"][row]),
                 top_p=float(rows["top_p"][row]), min_p=float(rows["min_p"][row]), seed=int(rows["seed"][row]),
                 draw_position=int(rows["draw_position"][row]),
             )  # fmt: skip
-        out_token[row] = token
-        num_top = int(rows["num_logprobs"][row])
-        if num_top >= 0:
-            scores = score(logits[row], token, num_top)
-            out_logprob[row], out_rank[row] = scores.logprob, scores.rank
-            out_top_ids[row, :num_top], out_top_logprobs[row, :num_top] = scores.top_ids, scores.top_logprobs
-        if rows["state_slot"][row] >= 0:
-            last_tokens[rows["state_slot"][row]] = token
+            if slot >= 0:
+                last_tokens[slot] = token
+        scores = score(logits[row], token, max(0, int(rows["num_logprobs"][row])))
+        num_top = min(len(scores.top_ids), MAX_TOP_LOGPROBS)
+        out_token[row], out_logprob[row], out_rank[row] = token, scores.logprob, scores.rank
+        out_top_ids[row, :num_top] = scores.top_ids[:num_top]
+        out_top_logprobs[row, :num_top] = scores.top_logprobs[:num_top]
     return out_token, out_logprob, out_rank, out_top_ids, out_top_logprobs, last_tokens
