@@ -1,0 +1,180 @@
+"""Sampling parameters against what the artifact was built for: every illegal value is refused by name.
+
+Nothing is clamped or replaced silently: a request either runs exactly as written or ends here with a
+RequestError that says what is needed, what was found and what to do.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+from tokenspeed.errors import RequestError
+from tokenspeed.runtime.request import SamplingParams
+
+MIN_TEMPERATURE = 1e-5
+"""The smallest temperature above 0: logits divided by less would leave the range of float32."""
+MAX_TEMPERATURE = 100.0
+MAX_REPLICAS = 128
+MAX_STOP_STRINGS = 32
+MAX_STOP_LENGTH = 1024
+MAX_STOP_TOKEN_IDS = 128
+MAX_SEED = (1 << 64) - 1
+"""A seed is an unsigned 64-bit number: the key of the counter-based generator on the device."""
+
+
+class Limits(Protocol):
+    """What the artifact was built for, as far as one request is concerned."""
+
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def max_top_logprobs(self) -> int: ...
+
+
+class ContextLengthError(RequestError):
+    """Prompt and output together are longer than the artifact's ``max_model_len``."""
+
+    code = "context_length_exceeded"
+
+
+def resolve(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -> SamplingParams:
+    """Check a request whole; returns ``params`` with ``max_tokens`` set (None becomes what still fits).
+
+    Raises:
+        RequestError: a value is illegal; ``param`` names the field.
+        ContextLengthError: prompt and ``max_tokens`` do not fit in ``max_model_len``.
+    """
+    check_params(params, limits)
+    check_prompt(prompt_ids, limits)
+    room = limits.max_model_len - len(prompt_ids)
+    if params.max_tokens is None:
+        return replace(params, max_tokens=room)
+    if params.max_tokens > room:
+        raise ContextLengthError(
+            f"max_tokens {params.max_tokens} does not fit: the prompt has {len(prompt_ids)} tokens and this artifact"
+            f" was built for max_model_len {limits.max_model_len}, prompt and output together",
+            param="max_tokens",
+            hint=f"ask for at most {room} tokens, or rebuild with a larger `tokenspeed build --max-model-len`",
+        )
+    return params
+
+
+def check_prompt(prompt_ids: Sequence[int], limits: Limits) -> None:
+    """Raises RequestError if the prompt is empty, too long, or has a token id outside the vocabulary."""
+    if not prompt_ids:
+        raise RequestError(
+            "the prompt is empty: at least one token is needed", param="prompt", hint="send some text or a token id"
+        )
+    if len(prompt_ids) > limits.max_model_len - 1:
+        raise ContextLengthError(
+            f"the prompt has {len(prompt_ids)} tokens; this artifact was built for max_model_len"
+            f" {limits.max_model_len}, prompt and output together, so a prompt has at most {limits.max_model_len - 1}",
+            param="prompt",
+            hint="shorten the prompt, or rebuild with a larger `tokenspeed build --max-model-len`",
+        )
+    if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
+        position, bad = next((i, t) for i, t in enumerate(prompt_ids) if not 0 <= t < limits.vocab_size)
+        raise RequestError(
+            f"prompt token {position} is {bad}: token ids of this model go from 0 to {limits.vocab_size - 1}",
+            param="prompt",
+            hint="use the tokenizer of the model that is served",
+        )
+
+
+def check_params(params: SamplingParams, limits: Limits) -> None:
+    """Raises RequestError for the first parameter that is of the wrong type or out of range."""
+    _check_draw(params)
+    _integer("n", params.n, 1, MAX_REPLICAS)
+    if params.max_tokens is not None:
+        _integer("max_tokens", params.max_tokens, 1, None)
+    if params.seed is not None:
+        _integer("seed", params.seed, 0, MAX_SEED)
+    for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+        if value is not None:
+            _integer(name, value, 0, limits.max_top_logprobs)
+    _check_stops(params, limits)
+
+
+def _check_draw(params: SamplingParams) -> None:
+    temperature = _number("temperature", params.temperature)
+    if temperature != 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise _refused(
+            "temperature",
+            params.temperature,
+            f"0 (greedy) or a number from {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+            "use 0 for greedy decoding" if temperature < MIN_TEMPERATURE else "choose a lower temperature",
+        )
+    if not 0 < _number("top_p", params.top_p) <= 1:
+        raise _refused("top_p", params.top_p, "a number above 0 and at most 1", "leave it at 1 to turn it off")
+    if not 0 <= _number("min_p", params.min_p) <= 1:
+        raise _refused("min_p", params.min_p, "a number from 0 to 1", "leave it at 0 to turn it off")
+    if not _is_integer(params.top_k) or not -1 <= params.top_k <= 2**31 - 1:
+        raise _refused("top_k", params.top_k, "a positive integer, or 0 or -1", "0 turns it off")
+
+
+def _check_stops(params: SamplingParams, limits: Limits) -> None:
+    if len(params.stop) > MAX_STOP_STRINGS:
+        raise _refused("stop", f"{len(params.stop)}", f"at most {MAX_STOP_STRINGS} strings", "send fewer")
+    for text in params.stop:
+        if not isinstance(text, str) or not 0 < len(text) <= MAX_STOP_LENGTH:
+            found = f"one of {len(text)} characters" if isinstance(text, str) else repr(text)[:40]
+            raise _refused("stop", found, f"strings of 1 to {MAX_STOP_LENGTH} characters", "leave empty ones out")
+    if len(params.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        found = f"{len(params.stop_token_ids)}"
+        raise _refused("stop_token_ids", found, f"at most {MAX_STOP_TOKEN_IDS} token ids", "send fewer")
+    for token in params.stop_token_ids:
+        if not _is_integer(token) or not 0 <= token < limits.vocab_size:
+            needed = f"token ids from 0 to {limits.vocab_size - 1}"
+            raise _refused("stop_token_ids", token, needed, "use the tokenizer of the model that is served")
+
+
+def _is_integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _number(name: str, value: float) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise _refused(name, value, "a finite number", None)
+    return value
+
+
+def _integer(name: str, value: int, low: int, high: int | None) -> None:
+    if not _is_integer(value) or value < low or (high is not None and value > high):
+        needed = f"an integer of at least {low}" if high is None else f"an integer from {low} to {high}"
+        raise _refused(name, value, needed, None)
+
+
+def _refused(name: str, found: object, needed: str, hint: str | None) -> RequestError:
+    shown = repr(found) if not isinstance(found, str) else found
+    return RequestError(f"{name} must be {needed}; got {shown[:60]}", param=name, hint=hint)
+
+
+def fresh_seed() -> int:
+    """A seed for a request that names none, from the operating system's entropy."""
+    return secrets.randbits(64)
+
+
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def replica_seed(seed: int, index: int) -> int:
+    """The seed of replica ``index`` of a request with ``n`` > 1.
+
+    Replica 0 uses ``seed`` itself, so it is the answer that ``n`` = 1 would give. Replica i > 0 uses
+    ``mix(mix(seed) + i * 0x9E3779B97F4A7C15)`` modulo 2**64, where ``mix`` is the finalizer of SplitMix64
+    (Steele, Lea, Flood 2014): a bijection, so the replicas of one request never share a seed among i > 0.
+    """
+    return seed if index == 0 else _mix(_mix(seed) + index * _GOLDEN)
+
+
+def _mix(value: int) -> int:
+    value &= MAX_SEED
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & MAX_SEED
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & MAX_SEED
+    return value ^ (value >> 31)

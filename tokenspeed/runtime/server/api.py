@@ -1,0 +1,192 @@
+"""The two generating endpoints: /v1/chat/completions and /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from tokenspeed.errors import TokenSpeedError
+from tokenspeed.runtime.async_llm import AsyncLLM, Generation
+from tokenspeed.runtime.output import RequestOutput
+from tokenspeed.runtime.request import FinishReason
+from tokenspeed.runtime.server.errors import BodyTooLargeError, error_body, json_response
+from tokenspeed.runtime.server.fields import parse_body
+from tokenspeed.runtime.server.protocol import ChatRequest, Common, CompletionRequest, parse_chat, parse_completion
+from tokenspeed.runtime.server.responses import Answer, CompletionText, chat_completion, finish, usage
+from tokenspeed.runtime.server.state import ServerState
+from tokenspeed.runtime.server.streaming import EventStream, event, merge, while_connected
+
+
+async def chat_completions(request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    llm = state.require_llm()
+    parsed = parse_chat(parse_body(await read_body(request, state.settings.max_body_bytes)), llm.engine.info)
+    answer = _answer(state, llm, parsed)
+    prompt = llm.tokenizer.chat.render(
+        parsed.messages,
+        add_generation_prompt=parsed.add_generation_prompt,
+        variables=parsed.template_variables,
+    )
+    prompt_ids = await llm.encode_text(prompt, add_special_tokens=False)
+    generation = state.require_llm().submit(prompt_ids, parsed.params, options=parsed.options)
+    if parsed.stream:
+        return EventStream(_chat_events(answer, parsed, generation), [generation], answer.id)
+    outputs = await while_connected(request.receive, [generation], generation.result())
+    _raise_failure(outputs)
+    return json_response(chat_completion(answer, parsed, prompt_ids, outputs), headers={"x-request-id": answer.id})
+
+
+async def completions(request: Request) -> Response:
+    state: ServerState = request.app.state.server
+    llm = state.require_llm()
+    parsed = parse_completion(parse_body(await read_body(request, state.settings.max_body_bytes)), llm.engine.info)
+    answer = _answer(state, llm, parsed)
+    encoded = [
+        await llm.encode_text(p, add_special_tokens=parsed.add_special_tokens) if isinstance(p, str) else p
+        for p in parsed.prompts
+    ]
+    generations = _submit_all(state.require_llm(), encoded, parsed)
+    if parsed.stream:
+        return EventStream(_completion_events(answer, parsed, generations), generations, answer.id)
+    results = await while_connected(request.receive, generations, _results(generations))
+    choices: list[dict[str, Any]] = []
+    for prompt, generation, outputs in zip(parsed.prompts, generations, results, strict=True):
+        _raise_failure(outputs)
+        for output in outputs:
+            text = CompletionText(answer, parsed, prompt, generation.prompt_ids)
+            choices.append({"index": len(choices), **text.piece(output)})
+    body = answer.envelope("text_completion", choices, usage=_total_usage(parsed, generations))
+    return json_response(body, headers={"x-request-id": answer.id})
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request body. Raises BodyTooLargeError as soon as it is known to be longer than ``limit`` bytes."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > limit:
+        raise _too_large(limit)
+    chunks, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > limit:
+            raise _too_large(limit)
+        chunks.append(chunk)
+    return b"".join(chunks)
+
+
+def _too_large(limit: int) -> BodyTooLargeError:
+    return BodyTooLargeError(
+        f"the request body is longer than the {limit} bytes that this server reads",
+        hint="send less, or start the server with a larger --max-body-bytes",
+    )
+
+
+def _answer(state: ServerState, llm: AsyncLLM, parsed: Common) -> Answer:
+    if parsed.model:
+        state.check_model(parsed.model)
+    assert state.model_name is not None
+    return Answer(parsed, llm.tokenizer, state.model_name, f"fp_{llm.engine.info.artifact_digest[:12]}")
+
+
+def _submit_all(llm: AsyncLLM, encoded: Sequence[list[int]], parsed: CompletionRequest) -> list[Generation]:
+    """All prompts or none."""
+    generations: list[Generation] = []
+    try:
+        for prompt_ids in encoded:
+            generations.append(llm.submit(prompt_ids, parsed.params, options=parsed.options))
+    except TokenSpeedError:
+        for generation in generations:
+            generation.abort()
+        raise
+    return generations
+
+
+async def _results(generations: Sequence[Generation]) -> list[list[RequestOutput]]:
+    return [await generation.result() for generation in generations]
+
+
+def _raise_failure(outputs: Sequence[RequestOutput]) -> None:
+    for output in outputs:
+        if output.finish_reason is FinishReason.ERROR:
+            raise TokenSpeedError(f"the request failed: {output.error}")
+
+
+def _total_usage(parsed: Common, generations: Sequence[Generation]) -> dict[str, int]:
+    drawn = sum(g.num_output_tokens for g in generations)
+    only_scored = isinstance(parsed, CompletionRequest) and parsed.prompt_only
+    return usage(sum(len(g.prompt_ids) for g in generations), 0 if only_scored else drawn)
+
+
+class _Chunks:
+    """Chunks of one stream, with usage where it was asked for."""
+
+    def __init__(self, answer: Answer, kind: str, parsed: Common, generations: Sequence[Generation]):
+        self._answer = answer
+        self._kind = kind
+        self._parsed = parsed
+        self._generations = generations
+
+    def chunk(self, choice: dict[str, Any], **extra: Any) -> bytes:
+        if self._parsed.usage_always:
+            extra["usage"] = _total_usage(self._parsed, self._generations)
+        elif self._parsed.usage:
+            extra["usage"] = None
+        return event(self._answer.envelope(self._kind, [choice], **extra))
+
+    def last(self) -> bytes | None:
+        """The chunk without choices that carries the usage of the whole request."""
+        if not self._parsed.usage:
+            return None
+        return event(self._answer.envelope(self._kind, [], usage=_total_usage(self._parsed, self._generations)))
+
+    def failure(self, output: RequestOutput) -> bytes:
+        return event(error_body(TokenSpeedError(f"the request failed: {output.error}")))
+
+
+async def _chat_events(answer: Answer, parsed: ChatRequest, generation: Generation) -> AsyncIterator[bytes]:
+    chunks = _Chunks(answer, "chat.completion.chunk", parsed, [generation])
+    started: set[int] = set()
+    async for output in generation:
+        if output.finish_reason is FinishReason.ERROR:
+            yield chunks.failure(output)
+            continue
+        if output.index not in started:
+            started.add(output.index)
+            role = {"index": output.index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
+            once = {"prompt_token_ids": generation.prompt_ids} if parsed.token_ids else {}
+            yield chunks.chunk({**role, "finish_reason": None}, **once)
+        logprobs = answer.logprobs.chat(output.logprobs) if output.logprobs else None
+        if not (output.text or output.finish_reason or logprobs or parsed.token_ids):
+            continue
+        choice: dict[str, Any] = {
+            "index": output.index,
+            "delta": {"content": output.text} if output.text or logprobs else {},
+            "logprobs": logprobs,
+            **finish(output),
+        }
+        if parsed.token_ids:
+            choice["token_ids"] = list(output.token_ids)
+        yield chunks.chunk(choice)
+    if (last := chunks.last()) is not None:
+        yield last
+
+
+async def _completion_events(
+    answer: Answer, parsed: CompletionRequest, generations: Sequence[Generation]
+) -> AsyncIterator[bytes]:
+    chunks = _Chunks(answer, "text_completion", parsed, generations)
+    texts: dict[int, CompletionText] = {}
+    async for position, output in merge(generations):
+        if output.finish_reason is FinishReason.ERROR:
+            yield chunks.failure(output)
+            continue
+        index = position * parsed.params.n + output.index
+        if index not in texts:
+            texts[index] = CompletionText(answer, parsed, parsed.prompts[position], generations[position].prompt_ids)
+        piece = texts[index].piece(output)
+        if piece["text"] or piece["finish_reason"] or piece["logprobs"] or parsed.token_ids:
+            yield chunks.chunk({"index": index, **piece})
+    if (last := chunks.last()) is not None:
+        yield last

@@ -1,0 +1,196 @@
+"""OpenAI requests, with vLLM's extras, as plain values.
+
+Field names and defaults are OpenAI's and vLLM's. Unknown fields are ignored; fields that are known and not
+implemented are refused when they ask for something (``fields.UNSUPPORTED``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tokenspeed.errors import RequestError
+from tokenspeed.runtime.chat import normalize_messages
+from tokenspeed.runtime.output import TextOptions
+from tokenspeed.runtime.request import SamplingParams
+from tokenspeed.runtime.sampling import Limits
+from tokenspeed.runtime.server.fields import Fields, check_unicode, refuse_unsupported
+
+DEFAULT_COMPLETION_TOKENS = 16
+"""OpenAI's ``max_tokens`` for /v1/completions; a chat may use all that fits."""
+MAX_PROMPTS = 1024
+
+
+@dataclass(frozen=True)
+class Common:
+    """What both endpoints read.
+
+    Attributes:
+        model: name asked for, or None.
+        usage: send usage with the last chunk of a stream; ``usage_always``: with every chunk.
+        token_ids: return prompt and output token ids.
+        token_id_names: write tokens of log-probabilities as ``token_id:123``.
+    """
+
+    model: str | None
+    params: SamplingParams
+    options: TextOptions
+    stream: bool
+    usage: bool
+    usage_always: bool
+    token_ids: bool
+    token_id_names: bool
+
+
+@dataclass(frozen=True)
+class ChatRequest(Common):
+    """POST /v1/chat/completions."""
+
+    messages: list[dict[str, Any]]
+    add_generation_prompt: bool
+    template_variables: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CompletionRequest(Common):
+    """POST /v1/completions. ``prompts`` are texts or token ids, each completed ``params.n`` times.
+
+    ``echo`` repeats the prompt before the output; ``prompt_only`` (echo with ``max_tokens`` 0) scores it only.
+    """
+
+    prompts: list[str | list[int]]
+    add_special_tokens: bool
+    echo: bool
+    prompt_only: bool
+
+
+def parse_chat(body: Mapping[str, Any], limits: Limits) -> ChatRequest:
+    """Raises RequestError naming the field that is missing, of the wrong type, or not supported."""
+    refuse_unsupported(body)
+    fields = Fields(body)
+    if fields.boolean("echo", False):
+        raise RequestError("echo is not supported for chats", param="echo", hint="use /v1/completions")
+    top = _top_logprobs(fields, limits)
+    max_tokens = fields.integer("max_completion_tokens", fields.integer("max_tokens", None))
+    common = _common(fields, _params(fields, logprobs=top, max_tokens=max_tokens))
+    return ChatRequest(
+        **common,
+        messages=normalize_messages(body.get("messages")),
+        add_generation_prompt=fields.boolean("add_generation_prompt", True),
+        template_variables=fields.mapping("chat_template_kwargs"),
+    )
+
+
+def parse_completion(body: Mapping[str, Any], limits: Limits) -> CompletionRequest:
+    """Raises RequestError naming the field that is missing, of the wrong type, or not supported."""
+    refuse_unsupported(body)
+    fields = Fields(body)
+    max_tokens = fields.integer("max_tokens", None if "max_tokens" in body else DEFAULT_COMPLETION_TOKENS)
+    echo = fields.boolean("echo", False)
+    prompt_only = echo and max_tokens == 0
+    params = _params(fields, logprobs=fields.integer("logprobs", None), max_tokens=1 if prompt_only else max_tokens)
+    _check_best_of(fields, params.n)
+    common = _common(fields, params)
+    if echo and params.logprobs is not None:
+        wider = max(params.logprobs, params.prompt_logprobs or 0)
+        common["params"] = replace(params, prompt_logprobs=wider)
+    return CompletionRequest(
+        **common,
+        prompts=_prompts(body.get("prompt")),
+        add_special_tokens=fields.boolean("add_special_tokens", True),
+        echo=echo,
+        prompt_only=prompt_only,
+    )
+
+
+def _params(fields: Fields, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
+    n = fields.integer("n", 1)
+    top_k = fields.integer("top_k", 0)
+    assert n is not None and top_k is not None
+    return SamplingParams(
+        max_tokens=max_tokens,
+        temperature=fields.number("temperature", 1.0),
+        top_p=fields.number("top_p", 1.0),
+        top_k=top_k,
+        min_p=fields.number("min_p", 0.0),
+        seed=fields.integer("seed", None),
+        n=n,
+        stop=fields.strings("stop"),
+        stop_token_ids=fields.integers("stop_token_ids"),
+        ignore_eos=fields.boolean("ignore_eos", False),
+        logprobs=logprobs,
+        prompt_logprobs=fields.integer("prompt_logprobs", None),
+    )
+
+
+def _common(fields: Fields, params: SamplingParams) -> dict[str, Any]:
+    stream = fields.boolean("stream", False)
+    if stream and params.prompt_logprobs is not None:
+        raise RequestError(
+            "prompt_logprobs cannot be streamed", param="prompt_logprobs", hint='send it with "stream": false'
+        )
+    stream_options = fields.mapping("stream_options")
+    if stream_options and not stream:
+        raise RequestError(
+            "stream_options need stream to be true", param="stream_options", hint='leave them out or add "stream": true'
+        )
+    usage = Fields(stream_options, "stream_options.")
+    always = usage.boolean("continuous_usage_stats", False)
+    return {
+        "model": fields.string("model"),
+        "params": params,
+        "options": TextOptions(
+            skip_special_tokens=fields.boolean("skip_special_tokens", True),
+            include_stop_str_in_output=fields.boolean("include_stop_str_in_output", False),
+        ),
+        "stream": stream,
+        "usage": usage.boolean("include_usage", False),
+        "usage_always": always,
+        "token_ids": fields.boolean("return_token_ids", False),
+        "token_id_names": fields.boolean("return_tokens_as_token_ids", False),
+    }
+
+
+def _top_logprobs(fields: Fields, limits: Limits) -> int | None:
+    wanted = fields.boolean("logprobs", False)
+    top = fields.integer("top_logprobs", None)
+    if top is not None and not 0 <= top <= limits.max_top_logprobs:
+        raise RequestError(
+            f"top_logprobs must be an integer from 0 to {limits.max_top_logprobs}; got {top}", param="top_logprobs"
+        )
+    if top and not wanted:
+        raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs", hint='add "logprobs": true')
+    return (top or 0) if wanted else None
+
+
+def _check_best_of(fields: Fields, n: int) -> None:
+    best_of = fields.integer("best_of", n)
+    if best_of != n:
+        raise RequestError(
+            f"best_of {best_of} is not supported with n {n}", param="best_of", hint="ask for n and choose yourself"
+        )
+
+
+def _prompts(prompt: object) -> list[str | list[int]]:
+    """A string, a list of strings, a list of token ids, or a list of such lists."""
+    needed = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
+    if isinstance(prompt, str):
+        check_unicode("prompt", prompt)
+        return [prompt]
+    if prompt is None:
+        raise RequestError(f"prompt is missing: it must be {needed}", param="prompt")
+    if not isinstance(prompt, list):
+        Fields({}).refuse("prompt", needed, prompt)
+    if not prompt:
+        raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+    if all(type(item) is int for item in prompt):
+        return [prompt]
+    if len(prompt) > MAX_PROMPTS:
+        raise RequestError(f"prompt must hold at most {MAX_PROMPTS} prompts; got {len(prompt)}", param="prompt")
+    for item in prompt:
+        if isinstance(item, str):
+            check_unicode("prompt", item)
+        elif not isinstance(item, list) or not all(type(token) is int for token in item):
+            Fields({}).refuse("prompt", needed, prompt)
+    return prompt

@@ -1,0 +1,69 @@
+"""Where one server stands: starting, ready, draining; and what it serves."""
+
+from __future__ import annotations
+
+import time
+from enum import StrEnum
+
+from tokenspeed.errors import EngineClosedError
+from tokenspeed.runtime.async_llm import AsyncLLM, EngineLike
+from tokenspeed.runtime.server.errors import ModelNotFoundError
+from tokenspeed.runtime.server.metrics import ServerMetrics
+from tokenspeed.runtime.server.settings import ServerSettings
+from tokenspeed.runtime.tokenizer import Tokenizer
+
+
+class Phase(StrEnum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "draining"
+
+
+class ServerState:
+    """The one object that all handlers share. Lives on the event loop."""
+
+    def __init__(self, settings: ServerSettings):
+        self.settings = settings
+        self.started = time.time()
+        self.llm: AsyncLLM | None = None
+        self.metrics: ServerMetrics | None = None
+        self.model_name = settings.served_model_name
+        self._draining = False
+
+    def attach(self, engine: EngineLike, tokenizer: Tokenizer | None = None) -> None:
+        """The engine is loaded: from now on the server is ready."""
+        self.model_name = self.settings.served_model_name or engine.info.model
+        self.metrics = ServerMetrics(self.model_name, engine)
+        self.llm = AsyncLLM(engine, tokenizer, observer=self.metrics)
+
+    def drain(self) -> None:
+        """Take no new requests; running ones go on."""
+        self._draining = True
+
+    @property
+    def phase(self) -> Phase:
+        if self._draining:
+            return Phase.DRAINING
+        return Phase.STARTING if self.llm is None else Phase.READY
+
+    @property
+    def healthy(self) -> bool:
+        """Whether a request that came now would be served."""
+        return self.phase is Phase.READY and self.llm is not None and self.llm.engine.alive
+
+    def check_model(self, name: str) -> None:
+        """Raises ModelNotFoundError unless ``name`` is what is served here."""
+        if name != self.model_name:
+            raise ModelNotFoundError(
+                f"the model {name[:100]!r} is not served here",
+                param="model",
+                hint=f"ask for {self.model_name!r}" if self.model_name else "retry when the server is ready",
+            )
+
+    def require_llm(self) -> AsyncLLM:
+        """Raises EngineClosedError unless requests are taken now."""
+        if self.llm is None:
+            raise EngineClosedError("the server is starting: the artifact is still loading", hint="retry shortly")
+        if self._draining:
+            raise EngineClosedError("the server is draining: it takes no new requests", hint="retry elsewhere")
+        return self.llm
