@@ -42,6 +42,7 @@ class PageLease {
     using pointer = const int32_t*;
     using reference = int32_t;
 
+    Iterator() noexcept = default;
     Iterator(const int32_t* next, int32_t page) noexcept : next_(next), page_(page) {}
     int32_t operator*() const noexcept { return page_; }
     Iterator& operator++() noexcept {
@@ -56,11 +57,11 @@ class PageLease {
     bool operator==(const Iterator& other) const noexcept { return page_ == other.page_; }
 
    private:
-    const int32_t* next_;
-    int32_t page_;
+    const int32_t* next_ = nullptr;
+    int32_t page_ = kNone;
   };
   Iterator begin() const noexcept;
-  Iterator end() const noexcept { return {nullptr, kNone}; }
+  Iterator end() const noexcept { return {}; }
 
  private:
   friend class PagePool;

@@ -36,7 +36,7 @@ struct RequestParams {
   uint64_t seed;
   int32_t num_logprobs = -1;         // -1: none
   int32_t num_prompt_logprobs = -1;  // -1: none; else every prompt token but the last gets a logit row
-  std::vector<int32_t> stop_token_ids;
+  std::vector<int32_t> stop_token_ids = {};
 };
 
 }  // namespace tokenspeed::scheduler

@@ -67,9 +67,9 @@ void Scheduler::submit(int64_t request_id, std::vector<int32_t> prompt, RequestP
 Scheduler::PlannedStep& Scheduler::oldest(int64_t step_id, const char* verb) {
   PlannedStep& plan = in_flight_[static_cast<size_t>(oldest_)];
   if (num_in_flight_ == 0 || plan.step->id != step_id) {
-    const std::string have = num_in_flight_ == 0 ? "none in flight" : std::to_string(plan.step->id);
-    throw std::invalid_argument(std::string(verb) + " of step " + std::to_string(step_id) +
-                                ": need the oldest step in flight, which is " + have);
+    const std::string need = num_in_flight_ == 0 ? "a step in flight, have none"
+                                                 : "the oldest step in flight, " + std::to_string(plan.step->id);
+    throw std::invalid_argument(std::string(verb) + " of step " + std::to_string(step_id) + ": need " + need);
   }
   return plan;
 }
