@@ -81,11 +81,12 @@ def native_specs() -> Iterator[KernelSpec]:
         MultipleOf("page_size", 32),
     )
     split = (*heads, AtMost("page_size", MAX_PAGE_SIZE), MultipleOf("split_positions", "page_size"))
-    pairs: tuple[Constraint, ...] = (MultipleOf("K", 2),)
     for dtype in ("float32", "bfloat16"):
-        columns = pairs if dtype == "bfloat16" else ()  # bfloat16 rows are read two columns at a time
+        # bfloat16 panels hold pairs of columns, which kernels read together.
+        even_rows: tuple[Constraint, ...] = (MultipleOf("H", 2),) if dtype == "bfloat16" else ()
+        columns: tuple[Constraint, ...] = (MultipleOf("K", 2),) if dtype == "bfloat16" else ()
         for isa in _VECTOR_ISA[dtype]:
-            yield _spec("embedding", dtype, isa, layout="panel16")
+            yield _spec("embedding", dtype, isa, even_rows, layout="panel16")
             yield _spec("rms_norm", dtype, isa, layout="rows")
             yield _spec("rope_kv_write", dtype, isa, heads, layout="rows")
         for isa in _EVERY_ISA[dtype]:

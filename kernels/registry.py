@@ -282,7 +282,7 @@ def _no_kernel_text(request: Request, candidates: Sequence[Candidate]) -> str:
     if request.features:
         need += f", features {', '.join(sorted(request.features))}"
     lines = [
-        f"no kernel{pinned} for op {request.op!r} on {request.target}: need {need}; have {len(candidates)} kernels"
+        f"no kernel{pinned} for op {request.op!r} on {request.target}: need {need}; have {len(candidates)} to choose from"
     ]
     missing = sorted(request.features - frozenset().union(*(c.spec.features for c in candidates)))
     if missing:
