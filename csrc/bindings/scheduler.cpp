@@ -60,7 +60,7 @@ void bind_step(nb::module_& m) {
       .def_ro("num_logit_rows", &Step::num_logit_rows)
       .def_ro("is_decode_only", &Step::is_decode_only, "Every sequence is one decode: no prefill chunk.")
       .def_prop_ro("rows", &row_list, nb::sig("def rows(self) -> list[tuple[int, bool, int]]"),
-                   "(request_id, is_prompt_row, position of the token asked for or drawn), parallel to the logit rows.");
+                   "(request_id, is_prompt_row, position of the token asked for or drawn) of every logit row.");
   def_array(step, "token_ids", &Step::token_ids, tokens_of);
   def_array(step, "positions", &Step::positions, tokens_of);
   def_array(step, "slot_mapping", &Step::slot_mapping, tokens_of);

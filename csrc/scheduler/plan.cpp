@@ -38,7 +38,7 @@ bool Scheduler::plan_decodes(PlannedStep& plan) {
 // again when it next asks for one of their pages.
 bool Scheduler::plan_decode(PlannedStep& plan, Request& request) {
   const int32_t position = holding(request.state)->num_positions;
-  TS_ASSERT(request.num_tokens() + request.num_drawing == position + 1, "a decode's newest token is its only one unwritten");
+  TS_ASSERT(request.num_tokens() + request.num_drawing == position + 1, "a decode's newest token alone is unwritten");
   while (config_.pages_for(position + 1) - holding(request.state)->pages.num_pages() > pages_.num_free()) {
     if (!free_a_page(request)) return false;
   }

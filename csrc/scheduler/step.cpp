@@ -33,7 +33,7 @@ void Step::clear(int64_t new_id) noexcept {
 }
 
 void Step::add_sequence(int32_t count, int32_t first_position, std::span<const int32_t> pages) noexcept {
-  TS_ASSERT(count >= 1 && static_cast<size_t>(num_tokens + count) <= token_ids.size(), "a step has room for its tokens");
+  TS_ASSERT(count >= 1 && static_cast<size_t>(num_tokens + count) <= token_ids.size(), "a step has room for tokens");
   TS_ASSERT(static_cast<size_t>(num_seqs) < context_lens.size(), "a step has room for its sequences");
   const int64_t size = page_size;
   for (int32_t i = 0; i < count; ++i) {

@@ -1,0 +1,13 @@
+// A chunk that leaves some of the prompt draws no token that could end the request.
+// expected-error: no matching function for call to .apply
+#include "cache/page_pool.h"
+#include "cache/slot_pool.h"
+#include "fsm/transitions.h"
+
+using namespace tokenspeed::cache;
+using namespace tokenspeed::fsm;
+
+int main() {
+  auto end = [](InFlight<Prefilling>&& prefilling) { return apply(std::move(prefilling), Finish{}); };
+  (void)end;
+}

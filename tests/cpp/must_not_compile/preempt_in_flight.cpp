@@ -1,0 +1,13 @@
+// The device still uses the pages of a request in flight: they cannot be taken.
+// expected-error: no matching function for call to .apply
+#include "cache/page_pool.h"
+#include "cache/slot_pool.h"
+#include "fsm/transitions.h"
+
+using namespace tokenspeed::cache;
+using namespace tokenspeed::fsm;
+
+int main() {
+  auto preempt = [](InFlight<Decoding>&& decoding) { return apply(std::move(decoding), Preempt{}); };
+  (void)preempt;
+}
