@@ -281,9 +281,8 @@ def _no_kernel_text(request: Request, candidates: Sequence[Candidate]) -> str:
     need = f"dtype {request.dtype}"
     if request.features:
         need += f", features {', '.join(sorted(request.features))}"
-    lines = [
-        f"no kernel{pinned} for op {request.op!r} on {request.target}: need {need}; have {len(candidates)} to choose from"
-    ]
+    asked = f"op {request.op!r} on {request.target}: need {need}"
+    lines = [f"no kernel{pinned} for {asked}; have {len(candidates)} to choose from"]
     missing = sorted(request.features - frozenset().union(*(c.spec.features for c in candidates)))
     if missing:
         lines.append(f"  no kernel of this op declares {', '.join(missing)}")

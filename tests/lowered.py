@@ -74,7 +74,9 @@ class ByteDevice:
 def random_order(predecessors: list[tuple[int, ...]], seed: int) -> list[int]:
     """A random topological order."""
     rng = np.random.default_rng(seed)
-    waiting, order, done = set(range(len(predecessors))), [], set()
+    waiting = set(range(len(predecessors)))
+    order: list[int] = []
+    done: set[int] = set()
     while waiting:
         ready = sorted(node for node in waiting if done.issuperset(predecessors[node]))
         node = int(rng.choice(ready))
