@@ -45,6 +45,11 @@ def read_tokenizer(directory: Path, config: ModelConfig) -> TokenizerFiles:
             hint="save one with AutoTokenizer.from_pretrained(...).save_pretrained(...)",
         )
     tokenizer = load_tokenizer(tokenizer_json, str(source))
+    if tokenizer.truncation or tokenizer.padding:
+        # Left behind by a training script: every prompt would be cut or padded.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer_json = tokenizer.to_str(pretty=False).encode()
 
     def text_of(role: str, token_id: int | None = None) -> str | None:
         for values in (settings, special_map):
