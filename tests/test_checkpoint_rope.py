@@ -10,7 +10,7 @@ import pytest
 from checkpoint_files import TINY
 
 from tokenspeed.compile.checkpoint import RopeScaling
-from tokenspeed.compile.rope import attention_factor, inverse_frequencies, rope_table
+from tokenspeed.compile.rope import attention_factor, inverse_frequencies
 from tokenspeed.errors import CheckpointError
 
 # Llama 3.1: theta 500000, head_dim 128, context stretched 8 times from 8192.
@@ -90,15 +90,6 @@ def test_yarn(truncate: bool) -> None:
     assert attention_factor(config) == pytest.approx(0.1 * math.log(4.0) + 1.0)
     given = replace(config, rope_scaling=RopeScaling("yarn", 4.0, 4096, attention_factor=1.25))
     assert attention_factor(given) == 1.25
-
-
-def test_table_holds_cosines_then_sines() -> None:
-    config = replace(TINY, rope_scaling=RopeScaling("yarn", 4.0, 64, attention_factor=1.25))
-    table = rope_table(config, 100)
-    assert table.dtype == np.float32 and table.shape == (100, 16)
-    angles = 99 * inverse_frequencies(config)
-    np.testing.assert_allclose(table[99], 1.25 * np.concatenate([np.cos(angles), np.sin(angles)]), rtol=1e-6)
-    np.testing.assert_array_equal(table[0], np.float32(1.25) * np.repeat([1.0, 0.0], 8).astype(np.float32))
 
 
 def test_unknown_kind() -> None:

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: inverse frequencies, their scaling, and the table that kernels read.
+"""Rotary position embeddings: inverse frequencies and their scaling.
 
 Sources of the formulas:
 - RoPE: Su et al., "RoFormer", arXiv:2104.09864: inverse frequency i is theta^(-2i/D).
@@ -55,14 +55,6 @@ def attention_factor(config: ModelConfig) -> float:
 def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
     """YaRN's fit of the attention temperature: 0.1 * weight * ln(factor) + 1 (1.0 where nothing is stretched)."""
     return 0.1 * weight * math.log(factor) + 1.0 if factor > 1.0 else 1.0
-
-
-def rope_table(config: ModelConfig, num_positions: int) -> NDArray[np.float32]:
-    """float32[num_positions][head_dim]: head_dim / 2 cosines then as many sines, computed in float64."""
-    positions = np.arange(num_positions, dtype=np.float64)
-    angles = np.outer(positions, inverse_frequencies(config))
-    table = np.concatenate([np.cos(angles), np.sin(angles)], axis=1) * attention_factor(config)
-    return table.astype(np.float32)
 
 
 def _llama3(frequencies: NDArray[np.float64], scaling: RopeScaling) -> NDArray[np.float64]:
