@@ -1,35 +1,20 @@
-"""Running a server: bind, load, be ready, drain, exit.
+"""Serving an artifact: bind the port, load on another thread, serve until told to stop.
 
-The port is bound first; the artifact loads on another thread while this one imports the web stack and already
-answers (with 503). What the first request needs but readiness does not (the chat template's engine) follows
-right after ``ready``.
+Nothing heavy is imported here: the artifact starts to load before the web stack is imported, and both go on
+at the same time (loading spends most of its time outside the interpreter's lock).
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import gc
-import logging
-import os
-import signal
-import socket
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tokenspeed.errors import TokenSpeedError
-from tokenspeed.runtime.server.settings import ServerSettings, bind, url
+from tokenspeed.runtime.server.settings import ServerSettings, bind
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.async_llm import EngineLike
     from tokenspeed.runtime.tokenizer import Tokenizer
-
-FLUSH_TIMEOUT = 2
-"""Seconds that finished answers get to reach slow clients at the very end."""
 
 
 def serve(engine: EngineLike, tokenizer: Tokenizer | None, settings: ServerSettings) -> int:
@@ -42,161 +27,50 @@ def serve_loading(
 ) -> int:
     """Serve what ``load`` returns, which runs on another thread after the port is bound.
 
-    SIGTERM and SIGINT drain: new requests get 503, running ones ``settings.drain_timeout`` seconds, then the
-    engine is closed. A second signal aborts what still runs. Returns the exit code, 0.
+    Until it is loaded every request but /health and / gets 503. SIGTERM and SIGINT drain: new requests get 503,
+    running ones ``settings.drain_timeout`` seconds, then the engine is closed. A second signal aborts what still
+    runs. Returns the exit code, 0.
 
     Raises:
         ResourceError: the port is taken.
         TokenSpeedError: whatever ``load`` raises.
     """
-    listener = bind(settings)
-    loading = _in_thread(load)
-    try:
-        # Imported only now: the artifact is loading meanwhile.
-        import uvloop
-
-        server = HttpServer(settings, listener, loading, tokenizer)
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(server.run(handle_signals=True))
-        return 0
-    finally:
-        listener.close()
-        if loading.exception() is None:
-            loading.result().close(drain=False)
-
-
-def _in_thread(load: Callable[[], EngineLike]) -> Future[EngineLike]:
-    future: Future[EngineLike] = Future()
-
-    def run() -> None:
+    with bind(settings) as listener:
+        loading = _Loading(load)
         try:
-            future.set_result(load())
-        except BaseException as e:
-            future.set_exception(e)
+            from tokenspeed.runtime.server import http
 
-    threading.Thread(target=run, name="tokenspeed-loader", daemon=True).start()
-    return future
-
-
-class HttpServer:
-    """One server on a bound socket, for one run on one event loop.
-
-    Args:
-        settings: of the server.
-        listener: from ``bind``.
-        loading: the engine, or the promise of one.
-        tokenizer: the engine's own by default.
-    """
-
-    def __init__(
-        self,
-        settings: ServerSettings,
-        listener: socket.socket,
-        loading: Future[EngineLike],
-        tokenizer: Tokenizer | None = None,
-    ):
-        import uvicorn
-
-        from tokenspeed.runtime.server.app import create_app
-        from tokenspeed.runtime.server.state import ServerState
-
-        self.state = ServerState(settings)
-        self.url = url(listener)
-        self._settings = settings
-        self._listener = listener
-        self._loading = loading
-        self._tokenizer = tokenizer
-        self._signals = 0
-        self._stop = asyncio.Event()
-        if settings.access_log:
-            _enable_access_log()
-        config = uvicorn.Config(
-            create_app(self.state),
-            http="httptools",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=settings.access_log,
-            server_header=False,
-            timeout_graceful_shutdown=FLUSH_TIMEOUT,
-        )
-        self._server = uvicorn.Server(config)
-        self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
-
-    async def run(self, *, handle_signals: bool = False) -> None:
-        """Serve until ``stop``; returns when drained. Raises what loading the engine raised."""
-        with self._signal_handlers() if handle_signals else contextlib.nullcontext():
-            serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-            try:
-                await self._run(serving)
-            finally:
-                self._server.should_exit = True
-                await serving
-
-    def stop(self) -> None:
-        """Begin to drain; called again, abort what still runs. On the event loop's thread."""
-        self._signals += 1
-        self.state.drain()
-        self._stop.set()
-        if self._signals > 1:
-            self._server.force_exit = True
-            if self.state.llm is not None:
-                self.state.llm.abort_all()
-
-    async def _run(self, serving: asyncio.Task[None]) -> None:
-        stopping = asyncio.create_task(self._stop.wait())
-        engine = await asyncio.wrap_future(self._loading)
-        self.state.attach(engine, self._tokenizer)
-        if not self._stop.is_set():
-            self._ready(engine)
-        await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
-        await self._drain()
-
-    def _ready(self, engine: EngineLike) -> None:
-        gc.freeze()  # what was loaded stays: the collector need not walk it again
-        if self._settings.announce:
-            info = engine.info
-            print(
-                f"ready: {info.model} on {info.target} at {self.url} ({seconds_since_exec():.2f} s after exec)",
-                file=sys.stderr,
-                flush=True,
-            )
-        threading.Thread(target=self._warm_up, name="tokenspeed-warm-up", daemon=True).start()
-
-    def _warm_up(self) -> None:
-        assert self.state.llm is not None
-        with contextlib.suppress(TokenSpeedError):  # said to the first request that needs it
-            self.state.llm.tokenizer.chat.prepare()
-
-    async def _drain(self) -> None:
-        assert self.state.llm is not None
-        try:
-            await asyncio.wait_for(self.state.llm.wait_idle(), self._settings.drain_timeout)
-        except TimeoutError:
-            print(f"drain: aborting {len(self.state.llm.active)} requests that still run", file=sys.stderr)
-            self.state.llm.abort_all()
-
-    @contextlib.contextmanager
-    def _signal_handlers(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.stop)
-        try:
-            yield
+            http.run(http.HttpServer(settings, listener, loading.wait, tokenizer), handle_signals=True)
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
+            if (engine := loading.outcome()) is not None:
+                engine.close(drain=False)
+    return 0
 
 
-def _enable_access_log() -> None:
-    logger = logging.getLogger("uvicorn.access")
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler(sys.stderr))
-    logger.setLevel(logging.INFO)
+class _Loading(threading.Thread):
+    """Runs ``load``; ``wait`` returns its engine or raises its error."""
 
+    def __init__(self, load: Callable[[], EngineLike]):
+        super().__init__(name="tokenspeed-loader", daemon=True)
+        self._load = load
+        self._engine: EngineLike | None = None
+        self._error: BaseException | None = None
+        self.start()
 
-def seconds_since_exec() -> float:
-    """Seconds since this process started (its resolution is the kernel's clock tick, 10 ms)."""
-    with open("/proc/self/stat", "rb") as f:
-        started_ticks = int(f.read().rsplit(b")", 1)[1].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")
+    def run(self) -> None:
+        try:
+            self._engine = self._load()
+        except BaseException as e:  # raised again by wait()
+            self._error = e
+
+    def wait(self) -> EngineLike:
+        engine = self.outcome()
+        if self._error is not None:
+            raise self._error
+        assert engine is not None
+        return engine
+
+    def outcome(self) -> EngineLike | None:
+        """The engine when loading has ended, None if it failed."""
+        self.join()
+        return self._engine
