@@ -161,7 +161,7 @@ def export_onnx(
             source.config, dtype="float32", max_model_len=envelope.max_model_len, page_size=envelope.page_size
         )
     with progress.stage("onnx"):
-        write(program, source, path)
+        write(program, source.read, path)
 
 
 def parse_solutions(pairs: Sequence[str]) -> dict[str, str]:

@@ -83,7 +83,7 @@ def measure(
         ceilings.append(measure_ceilings(engine))
         for case in fitting:
             progress(f"round {number + 1} of {rounds}: {case}")
-            speeds[case].append(_run(engine, case, seed=number))
+            speeds[case].append(run_case(engine, case, seed=number))
     best = Ceilings(max(c.read_bandwidth for c in ceilings), max(c.matmul for c in ceilings))
     return [_figure(engine, case, speeds[case], best) for case in fitting], best
 
@@ -118,7 +118,8 @@ def _figure(engine: Engine, case: Case, speeds: list[float], ceilings: Ceilings)
     )
 
 
-def _run(engine: Engine, case: Case, seed: int) -> float:
+def run_case(engine: Engine, case: Case, seed: int) -> float:
+    """Tokens per second of one run of ``case``; ``seed`` picks the prompts."""
     if case.kind == "decode":
         return _decode_speed(engine, case.size, seed)
     return _prefill_speed(engine, case.size, seed)
