@@ -1,6 +1,7 @@
-// What a native CPU kernel is given, and how the executor finds it. A kernel is one function that every
-// worker of the pool calls with the same arguments; workers share the node's items through `next_item`.
-// Which worker computes an item never changes the item's bits.
+// What a native CPU kernel is given, and how the executor finds it. A kernel is one function that the workers
+// of the pool call with the same arguments; they share the node's items through `next_item`. Which worker
+// computes an item never changes the item's bits. A worker that is late may find its share done by others or
+// miss the node altogether, so no item may belong to a certain worker.
 #pragma once
 
 #include <atomic>

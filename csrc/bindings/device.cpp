@@ -1,0 +1,139 @@
+// Python's view of the CPU device. The GIL is released wherever a call may take longer than microseconds.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <memory>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <vector>
+
+#include "abi.h"
+#include "device/ceilings.h"
+#include "device/cpu_device.h"
+#include "device/errors.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace tokenspeed::device;
+using tokenspeed::kernels::kernel_table;
+using tokenspeed::kernels::kKernelAbi;
+
+// Exports a region through Python's buffer protocol and keeps it mapped as long as a memoryview is left.
+struct RegionBuffer {
+  std::shared_ptr<Region> region;
+};
+
+int get_buffer(PyObject* self, Py_buffer* view, int flags) noexcept {
+  const Region& region = *nb::inst_ptr<RegionBuffer>(nb::handle(self))->region;
+  const auto nbytes = static_cast<Py_ssize_t>(region.size());
+  return PyBuffer_FillInfo(view, self, region.data(), nbytes, region.read_only(), flags);
+}
+
+PyType_Slot region_buffer_slots[] = {
+    {Py_bf_getbuffer, reinterpret_cast<void*>(get_buffer)},
+    {0, nullptr},
+};
+
+nb::object view_of(const CpuDevice& device, std::string_view name) {
+  const nb::object buffer = nb::cast(RegionBuffer{device.region(region_by_name(name))});
+  return nb::steal(PyMemoryView_FromObject(buffer.ptr()));
+}
+
+std::vector<std::tuple<std::string, std::string, size_t>> list_kernels() {
+  std::vector<std::tuple<std::string, std::string, size_t>> list;
+  for (const auto& entry : kernel_table()) list.emplace_back(entry.symbol, entry.signature, entry.scratch_bytes);
+  return list;
+}
+
+nb::dict counters_of(const CpuDevice& device) {
+  const DeviceCounters c = device.counters();
+  nb::dict dict;
+  dict["steps"] = c.steps;
+  dict["nodes"] = c.nodes;
+  dict["graphs_loaded"] = c.graphs_loaded;
+  dict["regions_allocated"] = c.regions_allocated;
+  dict["bytes_allocated"] = c.bytes_allocated;
+  dict["graphs_loaded_after_seal"] = c.graphs_loaded_after_seal;
+  dict["allocations_after_seal"] = c.allocations_after_seal;
+  dict["refused_after_seal"] = c.refused_after_seal;
+  dict["worker_sleeps"] = c.worker_sleeps;
+  dict["busy_seconds"] = c.busy_seconds;
+  return dict;
+}
+
+int load_graph(CpuDevice& device, const nb::bytes& data, uint64_t kv_page_stride) {
+  return device.load_graph({reinterpret_cast<const std::byte*>(data.c_str()), data.size()}, kv_page_stride);
+}
+
+void allocate(CpuDevice& device, std::string_view region, uint64_t nbytes) {
+  device.allocate(region_by_name(region), nbytes);
+}
+
+uint64_t submit(CpuDevice& device, int graph, int64_t num_tokens, int64_t num_seqs, int64_t num_logit_rows,
+                uint64_t io_offset) {
+  return device.submit(graph, {num_tokens, num_seqs, num_logit_rows}, io_offset);
+}
+
+std::vector<std::pair<std::string, double>> profile(CpuDevice& device, int graph, int64_t num_tokens, int64_t num_seqs,
+                                                    int64_t num_logit_rows, uint64_t io_offset) {
+  return device.profile(graph, {num_tokens, num_seqs, num_logit_rows}, io_offset);
+}
+
+void bind_cpu_device(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<CpuDevice>(m, "CpuDevice",
+                        "Regions of memory, LaunchGraphs and a fixed pool of workers that run them, one step after\n"
+                        "another. After seal() nothing is allocated or loaded any more. Usable from any thread.")
+      .def(nb::init<int, bool>(), "num_workers"_a, "pin"_a = false,
+           "Start num_workers threads, each bound to a core if `pin`. Raises DeviceError.")
+      .def("load_weights", &CpuDevice::load_weights, "path"_a, "file_offset"_a, "nbytes"_a, Release(),
+           "Read a range of a file into region weights, with all workers. Raises DeviceError.")
+      .def("allocate", &allocate,
+           "region"_a, "nbytes"_a, "Allocate region kv, arena, io or state, zeroed. Raises DeviceError.")
+      .def("view", &view_of, "region"_a, nb::sig("def view(self, region: str) -> memoryview"),
+           "A region's bytes; writable, but for weights. It may outlive the device. Raises DeviceError.")
+      .def("load_graph", &load_graph, "data"_a, "kv_page_stride"_a,
+           "Check a LaunchGraph and bind it to the regions; returns its handle. KV pages are kv_page_stride bytes\n"
+           "apart. Raises GraphError, naming node and argument, for a graph that this device must not run.")
+      .def("submit", &submit,
+           "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_offset"_a = 0,
+           "Queue a step behind those in flight (8 at most) and return its ticket. Sizes must lie within the\n"
+           "graph's bucket. `io_offset` (bytes, a multiple of 64) selects the step's own set of inputs and outputs.")
+      .def("wait", &CpuDevice::wait, "ticket"_a, Release(),
+           "Sleep until the step of `ticket`, and all before it, are done.")
+      .def("profile", &profile,
+           "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_offset"_a = 0, Release(),
+           "Run one step and return (node name, seconds) for each node, in order.")
+      .def("seal", &CpuDevice::seal, "From here on allocate, load_weights and load_graph raise DeviceError.")
+      .def("counters", &counters_of, nb::sig("def counters(self) -> dict[str, int | float]"),
+           "What the device has done so far: steps, nodes, graphs_loaded, regions_allocated, bytes_allocated,\n"
+           "graphs_loaded_after_seal, allocations_after_seal, refused_after_seal, worker_sleeps, busy_seconds.")
+      .def("close", &CpuDevice::close, Release(), "Finish the steps in flight and end the workers; idempotent.")
+      .def_prop_ro("num_workers", &CpuDevice::num_workers);
+}
+
+}  // namespace
+
+void bind_device(nb::module_& m) {
+  m.attr("KERNEL_ABI") = kKernelAbi;
+  nb::exception<GraphError>(m, "GraphError");
+  nb::exception<DeviceError>(m, "DeviceError");
+  nb::class_<RegionBuffer>(m, "RegionBuffer", nb::type_slots(region_buffer_slots),
+                           "What a memoryview from CpuDevice.view exports; not for direct use.");
+  bind_cpu_device(m);
+  m.def("kernel_table", &list_kernels, "Every native kernel: (symbol, signature, scratch bytes per worker).");
+  m.def("measure_read_bandwidth", &measure_read_bandwidth, "num_workers"_a, "nbytes"_a,
+        nb::call_guard<nb::gil_scoped_release>(),
+        "Bytes per second that num_workers threads read from nbytes of memory.");
+  m.def("measure_matmul", [](std::string_view dtype, int num_workers) { return measure_matmul(dtype, num_workers); },
+        "dtype"_a, "num_workers"_a, nb::call_guard<nb::gil_scoped_release>(),
+        "FLOP per second of num_workers threads with the best instruction for 'float32' or 'bfloat16'.");
+}

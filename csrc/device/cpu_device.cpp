@@ -1,0 +1,199 @@
+#include "device/cpu_device.h"
+
+#include <algorithm>
+
+#include "device/errors.h"
+#include "device/weights_reader.h"
+
+namespace tokenspeed::device {
+namespace {
+
+size_t largest_scratch() noexcept {
+  size_t largest = 0;
+  for (const kernels::KernelEntry& entry : kernels::kernel_table()) largest = std::max(largest, entry.scratch_bytes);
+  return largest;
+}
+
+void prepare_step(const Job& job) noexcept {
+  auto* graph = static_cast<BoundGraph*>(job.context);
+  graph->set_step({job.sizes[0], job.sizes[1], job.sizes[2]}, static_cast<uint64_t>(job.sizes[3]));
+}
+
+}  // namespace
+
+CpuDevice::CpuDevice(int num_workers, bool pin)
+    : cpu_(CpuFeatures::detect()), pool_(PoolOptions{num_workers, pin, largest_scratch()}) {}
+
+void CpuDevice::require_open() const {
+  if (closed_) throw DeviceError("the device is closed: make a new one");
+}
+
+void CpuDevice::require_unsealed(const std::string& what) {
+  if (!sealed_) return;
+  ++refused_after_seal_;
+  throw DeviceError("the device is sealed, so it cannot " + what + ": do so before seal()");
+}
+
+void CpuDevice::require_new(RegionKind kind) const {
+  const auto& existing = regions_[static_cast<size_t>(kind)];
+  if (existing == nullptr && !(kind == RegionKind::Weights && loading_)) return;
+  throw DeviceError(std::string("region ") + region_name(kind) + " is allocated already" +
+                    (existing ? " with " + std::to_string(existing->size()) + " bytes" : "") +
+                    ": a region is allocated once");
+}
+
+void CpuDevice::keep_region(RegionKind kind, std::shared_ptr<Region> region) {
+  ++regions_allocated_;
+  bytes_allocated_ += region->size();
+  if (sealed_) ++allocations_after_seal_;
+  regions_[static_cast<size_t>(kind)] = std::move(region);
+}
+
+void CpuDevice::load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes) {
+  {
+    const std::lock_guard lock(mutex_);
+    require_open();
+    require_unsealed("load weights");
+    require_new(RegionKind::Weights);
+    loading_ = true;  // the file is read without the lock, so that other regions can be made meanwhile
+  }
+  std::shared_ptr<Region> region;
+  try {
+    region = std::make_shared<Region>("region weights", nbytes);
+    read_file(pool_, path, file_offset, nbytes, *region);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    loading_ = false;
+    throw;
+  }
+  region->make_read_only();
+  const std::lock_guard lock(mutex_);
+  loading_ = false;
+  keep_region(RegionKind::Weights, std::move(region));
+}
+
+void CpuDevice::allocate(RegionKind kind, uint64_t nbytes) {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  require_unsealed(std::string("allocate region ") + region_name(kind));
+  if (kind == RegionKind::Weights) throw DeviceError("region weights is filled from a file: use load_weights");
+  require_new(kind);
+  keep_region(kind, std::make_shared<Region>(std::string("region ") + region_name(kind), nbytes));
+}
+
+std::shared_ptr<Region> CpuDevice::region(RegionKind kind) const {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  const auto& region = regions_[static_cast<size_t>(kind)];
+  if (region == nullptr) {
+    throw DeviceError(std::string("region ") + region_name(kind) + " is not allocated: allocate it first");
+  }
+  return region;
+}
+
+int CpuDevice::load_graph(std::span<const std::byte> bytes, uint64_t kv_page_stride) {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  require_unsealed("load a launch graph");
+  const LaunchGraph graph = read_graph(bytes);
+  graphs_.push_back(
+      std::make_unique<BoundGraph>(graph, BindingContext{regions_, kernels::kernel_table(), cpu_, kv_page_stride}));
+  ++graphs_loaded_;
+  if (sealed_) ++graphs_loaded_after_seal_;
+  return static_cast<int>(graphs_.size()) - 1;
+}
+
+Job CpuDevice::job_of(int graph, const StepSizes& sizes, uint64_t io_offset) const {
+  require_open();
+  if (graph < 0 || static_cast<size_t>(graph) >= graphs_.size()) {
+    throw DeviceError("graph " + std::to_string(graph) + " is not loaded: this device has " +
+                      std::to_string(graphs_.size()) + " graphs, from 0");
+  }
+  if (sizes.num_tokens < 0 || sizes.num_seqs < 0 || sizes.num_logit_rows < 0) {
+    throw DeviceError("a step needs sizes of 0 or more, but has " + std::to_string(sizes.num_tokens) + " tokens, " +
+                      std::to_string(sizes.num_seqs) + " sequences and " + std::to_string(sizes.num_logit_rows) +
+                      " logit rows");
+  }
+  BoundGraph& bound = *graphs_[static_cast<size_t>(graph)];
+  const Region* io = regions_[static_cast<size_t>(RegionKind::Io)].get();
+  const uint64_t io_size = io == nullptr ? 0 : io->size();
+  if (io_offset % 64 != 0 || io_offset > io_size || bound.io_bytes() > io_size - io_offset) {
+    throw DeviceError("a step's inputs need " + std::to_string(bound.io_bytes()) + " bytes of region io at a multiple" +
+                      " of 64, but io_offset is " + std::to_string(io_offset) + " of " + std::to_string(io_size));
+  }
+  Job job;
+  job.tasks = bound.tasks();
+  job.prepare = prepare_step;
+  job.context = &bound;
+  job.sizes = {sizes.num_tokens, sizes.num_seqs, sizes.num_logit_rows, static_cast<int64_t>(io_offset)};
+  return job;
+}
+
+Ticket CpuDevice::submit(int graph, const StepSizes& sizes, uint64_t io_offset) {
+  const std::lock_guard lock(mutex_);
+  return pool_.submit(job_of(graph, sizes, io_offset));
+}
+
+void CpuDevice::wait(Ticket ticket) {
+  if (ticket > pool_.last_submitted()) {
+    throw DeviceError("ticket " + std::to_string(ticket) + " was never given out: the last one is " +
+                      std::to_string(pool_.last_submitted()));
+  }
+  pool_.wait(ticket);
+}
+
+std::vector<std::pair<std::string, double>> CpuDevice::profile(int graph, const StepSizes& sizes, uint64_t io_offset) {
+  std::vector<double> seconds;
+  Ticket ticket;
+  const BoundGraph* bound;
+  {
+    const std::lock_guard lock(mutex_);
+    Job job = job_of(graph, sizes, io_offset);
+    bound = graphs_[static_cast<size_t>(graph)].get();
+    seconds.resize(job.tasks.size());
+    job.task_seconds = seconds.data();
+    ticket = pool_.submit(job);
+  }
+  pool_.wait(ticket);
+  std::vector<std::pair<std::string, double>> nodes;
+  nodes.reserve(seconds.size());
+  for (size_t i = 0; i < seconds.size(); ++i) nodes.emplace_back(bound->names()[i], seconds[i]);
+  return nodes;
+}
+
+void CpuDevice::seal() {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  if (loading_) throw DeviceError("the weights are still being loaded: seal the device when load_weights has returned");
+  sealed_ = true;
+}
+
+DeviceCounters CpuDevice::counters() const {
+  const std::lock_guard lock(mutex_);
+  DeviceCounters c{};
+  for (const auto& graph : graphs_) {
+    c.steps += graph->runs();
+    c.nodes += graph->runs() * graph->tasks().size();
+  }
+  c.graphs_loaded = graphs_loaded_;
+  c.regions_allocated = regions_allocated_;
+  c.bytes_allocated = bytes_allocated_;
+  c.graphs_loaded_after_seal = graphs_loaded_after_seal_;
+  c.allocations_after_seal = allocations_after_seal_;
+  c.refused_after_seal = refused_after_seal_;
+  c.worker_sleeps = pool_.sleeps();
+  c.busy_seconds = pool_.busy_seconds();
+  return c;
+}
+
+void CpuDevice::close() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  pool_.stop();
+  const std::lock_guard lock(mutex_);
+  regions_ = {};
+}
+
+}  // namespace tokenspeed::device

@@ -1,0 +1,72 @@
+// The CPU device: memory regions, bound LaunchGraphs, and the workers that run them step by step.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/binding.h"
+#include "device/thread_pool.h"
+
+namespace tokenspeed::device {
+
+struct DeviceCounters {
+  uint64_t steps, nodes;              // that have been started
+  uint64_t graphs_loaded, regions_allocated, bytes_allocated;
+  uint64_t graphs_loaded_after_seal, allocations_after_seal;  // 0 as long as the device keeps its promise
+  uint64_t refused_after_seal;        // attempts that it turned down
+  uint64_t worker_sleeps;
+  double busy_seconds;                // from a step's start to its end, summed
+};
+
+// Methods may be called from any thread. After seal() nothing is allocated, loaded or started any more.
+class CpuDevice {
+ public:
+  // Throws DeviceError.
+  CpuDevice(int num_workers, bool pin);
+
+  // Reads a range of a file into region weights, with all workers. Throws DeviceError.
+  void load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes);
+  void allocate(RegionKind kind, uint64_t nbytes);
+  // The region's memory, which lives as long as the device or the pointer does, whichever is longer.
+  std::shared_ptr<Region> region(RegionKind kind) const;
+
+  // Returns the graph's handle. Throws GraphError for the graph's faults, DeviceError for the caller's.
+  int load_graph(std::span<const std::byte> bytes, uint64_t kv_page_stride);
+
+  // Queues a step behind those in flight; at most ThreadPool::kMaxQueued may be unfinished. `io_offset` is
+  // added to every pointer into region io: each step in flight has its own set of inputs and outputs there.
+  // The sizes must be within the graph's bucket, for which the build proved every access.
+  Ticket submit(int graph, const StepSizes& sizes, uint64_t io_offset);
+  void wait(Ticket ticket);
+
+  // Runs a step alone and returns the seconds of each node.
+  std::vector<std::pair<std::string, double>> profile(int graph, const StepSizes& sizes, uint64_t io_offset);
+
+  void seal();
+  DeviceCounters counters() const;
+  void close() noexcept;  // ends all steps, then the workers; memory goes once nobody views it
+  int num_workers() const noexcept { return pool_.num_workers(); }
+
+ private:
+  void require_open() const;
+  void require_unsealed(const std::string& what);
+  void require_new(RegionKind kind) const;
+  void keep_region(RegionKind kind, std::shared_ptr<Region> region);
+  Job job_of(int graph, const StepSizes& sizes, uint64_t io_offset) const;
+
+  mutable std::mutex mutex_;
+  CpuFeatures cpu_;
+  Regions regions_;
+  std::vector<std::unique_ptr<BoundGraph>> graphs_;
+  bool sealed_ = false, closed_ = false, loading_ = false;
+  uint64_t regions_allocated_ = 0, bytes_allocated_ = 0, graphs_loaded_ = 0;
+  uint64_t graphs_loaded_after_seal_ = 0, allocations_after_seal_ = 0, refused_after_seal_ = 0;
+  ThreadPool pool_;  // last: it stops before anything it uses goes
+};
+
+}  // namespace tokenspeed::device

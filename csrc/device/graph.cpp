@@ -1,0 +1,248 @@
+#include "device/graph.h"
+
+#include <algorithm>
+#include <bit>
+#include <cmath>
+#include <cstring>
+#include <string_view>
+
+#include "abi.h"
+#include "device/crc32.h"
+#include "device/errors.h"
+#include "device/thread_pool.h"
+
+namespace tokenspeed::device {
+namespace {
+
+static_assert(std::endian::native == std::endian::little, "the format is read as it lies in memory");
+
+struct Header {
+  char magic[4];
+  uint16_t version, header_bytes;
+  uint32_t total_bytes, num_symbols, num_nodes, num_args, num_edges, string_bytes, crc;
+  uint8_t zero[28];
+};
+struct SymbolRecord {
+  uint32_t offset, length;
+};
+struct NodeRecord {
+  uint32_t symbol, first_arg, num_args, first_edge, num_edges, name_offset, name_length, zero;
+};
+struct ArgRecord {
+  uint8_t kind, region, access, zero[5];
+  uint64_t value, extent, zero_end;
+};
+static_assert(sizeof(Header) == 64 && sizeof(SymbolRecord) == 8 && sizeof(NodeRecord) == 32 && sizeof(ArgRecord) == 32);
+
+constexpr uint16_t kVersion = 1;
+
+[[noreturn]] void damaged(const std::string& what) {
+  throw GraphError("the launch graph is damaged: " + what + ": copy or build the artifact again");
+}
+
+std::string number(uint64_t n) { return std::to_string(n); }
+
+bool all_zero(const uint8_t* bytes, size_t count) {
+  for (size_t i = 0; i < count; ++i) {
+    if (bytes[i] != 0) return false;
+  }
+  return true;
+}
+
+// A well-formed UTF-8 sequence at the front of `text` (RFC 3629): its length, or 0.
+size_t utf8_sequence(std::string_view text) {
+  const auto byte = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned char lead = byte(0);
+  if (lead < 0x80) return 1;
+  const size_t length = lead >= 0xc2 && lead <= 0xdf   ? 2
+                        : (lead & 0xf0) == 0xe0        ? 3
+                        : lead >= 0xf0 && lead <= 0xf4 ? 4
+                                                       : 0;
+  if (length == 0 || length > text.size()) return 0;
+  for (size_t i = 1; i < length; ++i) {
+    if ((byte(i) & 0xc0) != 0x80) return 0;
+  }
+  const bool overlong = (lead == 0xe0 && byte(1) < 0xa0) || (lead == 0xf0 && byte(1) < 0x90);
+  const bool surrogate = lead == 0xed && byte(1) > 0x9f, too_great = lead == 0xf4 && byte(1) > 0x8f;
+  return overlong || surrogate || too_great ? 0 : length;
+}
+
+bool is_utf8(std::string_view text) {
+  while (!text.empty()) {
+    const size_t length = utf8_sequence(text);
+    if (length == 0) return false;
+    text.remove_prefix(length);
+  }
+  return true;
+}
+
+std::string printable(std::string_view text) {
+  static constexpr char kHex[] = "0123456789abcdef";
+  std::string out;
+  for (unsigned char c : text.substr(0, 200)) {
+    if (c >= 0x20 && c < 0x7f) {
+      out += static_cast<char>(c);
+    } else {
+      (out += "\\x") += {kHex[c >> 4], kHex[c & 15]};
+    }
+  }
+  return out;
+}
+
+class Reader {
+ public:
+  explicit Reader(std::span<const std::byte> bytes) : bytes_(bytes) {}
+
+  LaunchGraph read() {
+    read_header();
+    LaunchGraph graph;
+    graph.symbols.reserve(header_.num_symbols);
+    for (uint32_t i = 0; i < header_.num_symbols; ++i) {
+      const auto record = at<SymbolRecord>(symbols_, i);
+      graph.symbols.push_back(text(record.offset, record.length, "symbol " + number(i)));
+      if (i > 0 && graph.symbols[i] <= graph.symbols[i - 1]) damaged("its symbols are not sorted and unique");
+    }
+    graph.nodes.reserve(header_.num_nodes);
+    std::vector<bool> used(header_.num_symbols);
+    for (uint32_t i = 0; i < header_.num_nodes; ++i) {
+      graph.nodes.push_back(read_node(i));
+      used[graph.nodes.back().symbol] = true;
+    }
+    const bool all_used = std::find(used.begin(), used.end(), false) == used.end();
+    if (args_seen_ != header_.num_args || edges_seen_ != header_.num_edges || strings_seen_ != header_.string_bytes ||
+        !all_used) {
+      damaged("some of its symbols, arguments, edges or strings belong to no node");
+    }
+    return graph;
+  }
+
+ private:
+  template <typename Record>
+  Record at(size_t section, uint64_t index) const {
+    Record record;
+    std::memcpy(&record, bytes_.data() + section + index * sizeof(Record), sizeof(Record));
+    return record;
+  }
+
+  void read_header() {
+    if (bytes_.size() < sizeof(Header)) {
+      damaged("a header needs " + number(sizeof(Header)) + " bytes, but there are " + number(bytes_.size()));
+    }
+    header_ = at<Header>(0, 0);
+    if (std::memcmp(header_.magic, "TSLG", 4) != 0) damaged("it does not begin with 'TSLG'");
+    if (header_.version != kVersion) {
+      throw GraphError("the launch graph has format version " + number(header_.version) + ", but this runtime reads " +
+                       number(kVersion) + ": build the artifact with this version of TokenSpeed");
+    }
+    if (header_.header_bytes != sizeof(Header) || !all_zero(header_.zero, sizeof(header_.zero))) {
+      damaged("its header is not that of version 1");
+    }
+    if (header_.total_bytes != bytes_.size()) {
+      damaged("it says that it has " + number(header_.total_bytes) + " bytes, but there are " + number(bytes_.size()));
+    }
+    place_sections();
+    const uint32_t crc = crc32(bytes_.data() + sizeof(Header), bytes_.size() - sizeof(Header));
+    if (crc != header_.crc) damaged("its checksum does not match its contents");
+    if (header_.num_nodes == 0 || header_.num_nodes > ThreadPool::kMaxTasks) {
+      damaged("it has " + number(header_.num_nodes) + " nodes; 1 to " + number(ThreadPool::kMaxTasks) + " are legal");
+    }
+  }
+
+  void place_sections() {
+    uint64_t end = sizeof(Header);  // no overflow: five products of 32-bit numbers and small sizes
+    symbols_ = end;
+    end += uint64_t{header_.num_symbols} * sizeof(SymbolRecord);
+    nodes_ = end;
+    end += uint64_t{header_.num_nodes} * sizeof(NodeRecord);
+    args_ = end;
+    end += uint64_t{header_.num_args} * sizeof(ArgRecord);
+    edges_ = end;
+    end += uint64_t{header_.num_edges} * sizeof(uint32_t);
+    strings_ = end;
+    end += header_.string_bytes;
+    if (end != bytes_.size()) {
+      damaged("its sections need " + number(end) + " bytes, but it has " + number(bytes_.size()));
+    }
+  }
+
+  // Strings, arguments and edges follow one another in the order of their use, so a small file cannot ask for
+  // much memory, and a graph has one encoding only.
+  std::string text(uint32_t offset, uint32_t length, const std::string& what) {
+    if (offset != strings_seen_ || length > header_.string_bytes - strings_seen_) {
+      damaged("the text of " + what + " does not follow the one before it");
+    }
+    const std::string_view view(reinterpret_cast<const char*>(bytes_.data()) + strings_ + offset, length);
+    if (!is_utf8(view)) damaged("the text of " + what + " is not UTF-8");
+    strings_seen_ += length;
+    return std::string(view);
+  }
+
+  GraphNode read_node(uint32_t index) {
+    const auto record = at<NodeRecord>(nodes_, index);
+    const std::string what = "node " + number(index);
+    if (record.symbol >= header_.num_symbols) {
+      damaged(what + " names symbol " + number(record.symbol) + " of " + number(header_.num_symbols));
+    }
+    if (record.first_arg != args_seen_ || record.num_args > header_.num_args - args_seen_) {
+      damaged(what + " does not use the arguments that follow those of the node before it");
+    }
+    if (record.first_edge != edges_seen_ || record.num_edges > header_.num_edges - edges_seen_) {
+      damaged(what + " does not use the edges that follow those of the node before it");
+    }
+    if (record.zero != 0) damaged(what + " has bits in a field that must be zero");
+    GraphNode node{text(record.name_offset, record.name_length, what), record.symbol, {}, {}};
+    node.args.reserve(record.num_args);
+    for (uint32_t i = 0; i < record.num_args; ++i) node.args.push_back(read_arg(what, i));
+    for (uint32_t i = 0; i < record.num_edges; ++i) {
+      const auto predecessor = at<uint32_t>(edges_, edges_seen_ + i);
+      if (predecessor >= index) damaged(what + " waits for node " + number(predecessor) + ", which is not before it");
+      node.predecessors.push_back(predecessor);
+    }
+    args_seen_ += record.num_args;
+    edges_seen_ += record.num_edges;
+    return node;
+  }
+
+  GraphArg read_arg(const std::string& node, uint32_t position) const {
+    const auto record = at<ArgRecord>(args_, args_seen_ + position);
+    const auto fail = [&](const std::string& what) { damaged(node + " argument " + number(position) + " " + what); };
+    const auto kind = static_cast<ArgKind>(record.kind);
+    if (!all_zero(record.zero, sizeof(record.zero)) || record.zero_end != 0) {
+      fail("has bits in a field that must be zero");
+    }
+    if (kind == ArgKind::Pointer) {
+      if (record.region >= kNumRegions) fail("points into the unknown region " + number(record.region));
+      if (record.access == 0 || record.access > (kAccessRead | kAccessWrite)) {
+        fail("has the unknown access " + number(record.access));
+      }
+      if (record.value % 4 != 0) fail("points to offset " + number(record.value) + ", which is no multiple of 4");
+      if (record.extent == 0 || record.extent >= ~record.value) {
+        fail("spans " + number(record.extent) + " bytes at " + number(record.value));
+      }
+    } else if (record.region != 0 || record.access != 0 || record.extent != 0) {
+      fail("is a number, but has the region, access or extent of a pointer");
+    }
+    if (record.kind > static_cast<uint8_t>(ArgKind::Scalar)) fail("has the unknown kind " + number(record.kind));
+    if (kind == ArgKind::Scalar && record.value >= kernels::kNumStepScalars) {
+      fail("names the unknown step scalar " + number(record.value));
+    }
+    if (kind == ArgKind::F64 && !std::isfinite(std::bit_cast<double>(record.value))) fail("is not a finite number");
+    return {kind, static_cast<RegionKind>(record.region), record.access, record.value, record.extent};
+  }
+
+  std::span<const std::byte> bytes_;
+  Header header_{};
+  size_t symbols_ = 0, nodes_ = 0, args_ = 0, edges_ = 0, strings_ = 0;
+  uint32_t args_seen_ = 0, edges_seen_ = 0, strings_seen_ = 0;
+};
+
+}  // namespace
+
+LaunchGraph read_graph(std::span<const std::byte> bytes) { return Reader(bytes).read(); }
+
+std::string describe_node(const LaunchGraph& graph, size_t node) {
+  return "node " + number(node) + " ('" + printable(graph.nodes[node].name) + "', kernel " +
+         printable(graph.symbols[graph.nodes[node].symbol]) + ")";
+}
+
+}  // namespace tokenspeed::device

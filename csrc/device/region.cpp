@@ -1,0 +1,96 @@
+#include "device/region.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <string>
+
+#include "device/errors.h"
+
+namespace tokenspeed::device {
+namespace {
+
+constexpr const char* kNames[kNumRegions] = {"weights", "kv", "arena", "io", "state"};
+constexpr uint64_t kUnknown = std::numeric_limits<uint64_t>::max();
+
+// The number after `key` in a file of "key value" lines, or of the file's first word for an empty key.
+uint64_t read_number(const char* path, std::string_view key) {
+  std::ifstream file(path);
+  std::string word;
+  while (file >> word) {
+    if (!key.empty() && word != key) continue;
+    if (!key.empty() && !(file >> word)) return kUnknown;
+    const bool digits = !word.empty() && word.find_first_not_of("0123456789") == std::string::npos;
+    return digits && word.size() < 20 ? std::stoull(word) : kUnknown;
+  }
+  return kUnknown;
+}
+
+// What the control group (version 2) still allows; pages of files can be dropped, so they do not count.
+uint64_t group_allowance() {
+  const uint64_t limit = read_number("/sys/fs/cgroup/memory.max", "");
+  const uint64_t used = read_number("/sys/fs/cgroup/memory.current", "");
+  if (limit == kUnknown || used == kUnknown) return kUnknown;
+  const uint64_t files = read_number("/sys/fs/cgroup/memory.stat", "file");
+  const uint64_t held = files == kUnknown ? used : used - std::min(used, files);
+  return limit - std::min(limit, held);
+}
+
+size_t round_up(uint64_t nbytes, size_t to) { return (nbytes + to - 1) / to * to; }
+
+}  // namespace
+
+const char* region_name(RegionKind kind) noexcept { return kNames[static_cast<uint32_t>(kind)]; }
+
+RegionKind region_by_name(std::string_view name) {
+  for (uint32_t i = 0; i < kNumRegions; ++i) {
+    if (name == kNames[i]) return static_cast<RegionKind>(i);
+  }
+  throw DeviceError("no region is called '" + std::string(name) + "': use one of weights, kv, arena, io, state");
+}
+
+uint64_t available_memory() noexcept {
+  try {
+    const uint64_t kib = read_number("/proc/meminfo", "MemAvailable:");
+    return std::min(kib == kUnknown ? kUnknown : kib * 1024, group_allowance());
+  } catch (...) {
+    return kUnknown;  // an unreadable estimate refuses nothing: the mapping itself decides
+  }
+}
+
+Region::Region(std::string_view what, uint64_t nbytes) {
+  const std::string name(what);
+  if (nbytes == 0) throw DeviceError(name + " needs at least 1 byte, but 0 were asked for");
+  const uint64_t available = available_memory();
+  const std::string need = name + " needs " + std::to_string(nbytes) + " bytes of memory";
+  const std::string advice = ": lower max_model_len, max_num_seqs or the number of pages, or free memory";
+  if (nbytes > available) throw DeviceError(need + ", but " + std::to_string(available) + " are available" + advice);
+  size_ = nbytes;
+  const bool large = size_ >= kHugePage;
+  const size_t span = round_up(size_, large ? kHugePage : 4096);
+  mapped_ = span + kHugePage;
+  void* base = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) {
+    throw DeviceError(need + ", but the system refused to map them (" + std::strerror(errno) + "; " +
+                      std::to_string(available) + " are available)" + advice);
+  }
+  // Give back what lies before and after the aligned range.
+  const auto start = reinterpret_cast<uintptr_t>(base);
+  const uintptr_t aligned = round_up(start, kHugePage);
+  if (aligned != start) munmap(base, aligned - start);
+  const uintptr_t end = start + mapped_;
+  if (end != aligned + span) munmap(reinterpret_cast<void*>(aligned + span), end - aligned - span);
+  mapped_ = span;
+  data_ = reinterpret_cast<std::byte*>(aligned);
+  if (large) madvise(data_, span, MADV_HUGEPAGE);  // advice: without huge pages all is slower, not wrong
+}
+
+Region::~Region() { munmap(data_, mapped_); }
+
+void Region::make_read_only() noexcept { read_only_ = mprotect(data_, mapped_, PROT_READ) == 0; }
+
+}  // namespace tokenspeed::device

@@ -1,0 +1,48 @@
+// Regions: the device's memory, each one address range that never moves.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string_view>
+
+namespace tokenspeed::device {
+
+// The numbers are those of LaunchGraph arguments.
+enum class RegionKind : uint8_t { Weights = 0, Kv = 1, Arena = 2, Io = 3, State = 4 };
+inline constexpr uint32_t kNumRegions = 5;
+
+const char* region_name(RegionKind kind) noexcept;
+
+// Throws DeviceError for a name that is none of weights, kv, arena, io, state.
+RegionKind region_by_name(std::string_view name);
+
+// Anonymous memory at a 2 MiB boundary, zeroed by the system when first touched; on huge pages where it is
+// large enough. `what` names it in errors.
+class Region {
+ public:
+  static constexpr size_t kHugePage = size_t{2} << 20;
+
+  // Throws DeviceError when the system has less memory available than `nbytes`, or refuses the mapping.
+  Region(std::string_view what, uint64_t nbytes);
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  std::byte* data() const noexcept { return data_; }
+  size_t size() const noexcept { return size_; }
+  bool read_only() const noexcept { return read_only_; }
+
+  // From here on a stray write faults instead of changing the contents silently.
+  void make_read_only() noexcept;
+
+ private:
+  std::byte* data_ = nullptr;
+  size_t size_ = 0;
+  size_t mapped_ = 0;
+  bool read_only_ = false;
+};
+
+// Bytes that this process can still use: the system's estimate, less where its control group allows less.
+uint64_t available_memory() noexcept;
+
+}  // namespace tokenspeed::device
