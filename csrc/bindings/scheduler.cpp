@@ -185,8 +185,7 @@ void bind_scheduler(nb::module_& m) {
           nb::sig("def next_step(self) -> Step | None"),
           "Plans a step. None: nothing can run now; commit first if a step is in flight.")
       .def("commit", &commit, "step_id"_a, "tokens"_a,
-           nb::sig("def commit(self, step_id: int, tokens: collections.abc.Buffer) -> "
-                   "list[tuple[int, int, str | None]]"),
+           nb::sig("def commit(self, step_id: int, tokens: memoryview) -> list[tuple[int, int, str | None]]"),
            "The oldest step has run; tokens is int32[num_logit_rows]. Returns (request_id, token, finish) of the\n"
            "drawn rows in row order, without requests that have ended; finish is None, 'stop' or 'length'.")
       .def("fail_step", &fail_step, "step_id"_a, nb::sig("def fail_step(self, step_id: int) -> list[int]"),
