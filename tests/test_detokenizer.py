@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import random
+from dataclasses import asdict
+from pathlib import Path
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -135,3 +139,21 @@ def test_damaged_and_unsupported_tokenizers_are_named() -> None:
         Tokenizer(b'{"model": {"type": "BPE", "vocab": {"a": 0}, "merges": []}}', {})
     with pytest.raises(ArtifactError, match="add_bos needs a bos_token, have '<nope>'"):
         byte_level(add_bos=True, bos_token="<nope>")
+
+
+def test_a_real_vocabulary(smollm2_gguf: Path) -> None:
+    """Random tokens of SmolLM2, invalid bytes and special tokens among them; and text of every kind."""
+    checkpoint = pytest.importorskip("tokenspeed.compile.checkpoint", reason="needs the build extra")
+    files = asdict(checkpoint.open_checkpoint(smollm2_gguf).tokenizer())
+    tokenizer = Tokenizer(files.pop("tokenizer_json"), files)
+    rng = random.Random(1)
+    for skip in (True, False):
+        for _ in range(100):
+            tokens = [rng.randrange(tokenizer.vocab_size) for _ in range(60)]
+            found, _ = pieces(tokenizer, tokens, skip_special_tokens=skip)
+            assert "".join(found) == tokenizer.decode(tokens, skip_special_tokens=skip)
+    text = "Caf\u00e9 1234, \u4f60\u597d \U0001f469\u200d\U0001f469\u200d\U0001f467!\n\n  def f(x):\n\treturn   x  "
+    assert "".join(pieces(tokenizer, tokenizer.encode(text))[0]) == text
+    prompt = tokenizer.chat.render([{"role": "user", "content": "Hi"}])
+    assert prompt.endswith("<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n")
+    assert tokenizer.encode(prompt, add_special_tokens=False)[0] == tokenizer.token_id("<|im_start|>")

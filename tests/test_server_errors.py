@@ -192,11 +192,13 @@ def test_a_full_queue_is_429_and_says_when_to_retry() -> None:
 
 def test_an_artifact_without_a_template_still_completes() -> None:
     engine = FakeEngine(byte_level(chat_template=None))
-    with running(engine, served_model_name="mine") as server:
+    with running(engine, served_names=("mine", "ours")) as server:
         error = refused(server, "/v1/chat/completions", {"messages": USER})
         assert "this artifact has no chat template" in error["message"] and "/v1/completions" in error["message"]
-        body = server.client.post("/v1/completions", json={"model": "mine", "prompt": "a"}).json()
-        assert body["model"] == "mine"
+        body = server.client.post("/v1/completions", json={"model": "ours", "prompt": "a"}).json()
+        assert body["model"] == "ours"
+        assert [card["id"] for card in server.client.get("/v1/models").json()["data"]] == ["mine", "ours"]
+        assert refused(server, "/v1/completions", {"model": "fake-1b", "prompt": "a"}, 404)
     engine.close(drain=False)
 
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed import _native
@@ -123,6 +123,16 @@ class Engine:
     def alive(self) -> bool:
         """Whether the engine takes requests: it neither drains nor has failed."""
         return self._thread.is_alive() and not self._closing
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Facts of the artifact and of loading it, for people: its envelope, model, and where the time went."""
+        manifest = self.loaded.artifact.manifest
+        return {
+            "envelope": manifest.envelope.to_json(),
+            "checkpoint": asdict(manifest.model),
+            "load_seconds": self.loaded.seconds,
+        }
 
     # -- from any thread ---------------------------------------------------------------------------------
 

@@ -84,10 +84,9 @@ def _too_large(limit: int) -> BodyTooLargeError:
 
 
 def _answer(state: ServerState, llm: AsyncLLM, parsed: Common) -> Answer:
-    if parsed.model:
-        state.check_model(parsed.model)
-    assert state.model_name is not None
-    return Answer(parsed, llm.tokenizer, state.model_name, f"fp_{llm.engine.info.artifact_digest[:12]}")
+    name = parsed.model or state.served_names[0]
+    state.check_model(name)
+    return Answer(parsed, llm.tokenizer, name, f"fp_{llm.engine.info.artifact_digest[:12]}")
 
 
 def _submit_all(llm: AsyncLLM, encoded: Sequence[list[int]], parsed: CompletionRequest) -> list[Generation]:

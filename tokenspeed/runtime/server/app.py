@@ -112,14 +112,16 @@ async def metrics(request: Request) -> Response:
 
 
 async def models(request: Request) -> Response:
-    card = _card(_state(request))
-    return json_response({"object": "list", "data": [] if card is None else [card]})
+    state = _state(request)
+    names = state.served_names if state.llm is not None else ()
+    return json_response({"object": "list", "data": [_card(state, name) for name in names]})
 
 
 async def model(request: Request) -> Response:
     state = _state(request)
-    state.check_model(request.path_params["name"])
-    return json_response(_card(state))
+    name = request.path_params["name"]
+    state.check_model(name)
+    return json_response(_card(state, name))
 
 
 async def server_info(request: Request) -> Response:
@@ -166,13 +168,11 @@ def _state(request: Request) -> ServerState:
     return state
 
 
-def _card(state: ServerState) -> dict[str, Any] | None:
-    """The model as /v1/models lists it; None while the artifact is loading."""
-    if state.llm is None:
-        return None
-    info = state.llm.engine.info
+def _card(state: ServerState, name: str) -> dict[str, Any]:
+    """The model as /v1/models lists it."""
+    info = (state.llm or state.require_llm()).engine.info
     return {
-        "id": state.model_name,
+        "id": name,
         "object": "model",
         "created": int(state.started),
         "owned_by": "tokenspeed",

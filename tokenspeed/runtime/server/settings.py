@@ -17,7 +17,7 @@ class ServerSettings:
         host: name or address to listen on.
         port: 0 picks a free one.
         api_key: bearer token that every path but /health and / asks for; None asks for nothing.
-        served_model_name: name the model answers to instead of the artifact's own.
+        served_names: names the model answers to instead of the artifact's own; the first is the one reported.
         drain_timeout: seconds that running requests get after SIGTERM.
         max_body_bytes: longest request body; more is answered with 413.
         access_log: one line on stderr for every request.
@@ -27,7 +27,7 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8000
     api_key: str | None = None
-    served_model_name: str | None = None
+    served_names: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     max_body_bytes: int = 32 << 20
     access_log: bool = False

@@ -27,13 +27,13 @@ class ServerState:
         self.started = time.time()
         self.llm: AsyncLLM | None = None
         self.metrics: ServerMetrics | None = None
-        self.model_name = settings.served_model_name
+        self.served_names = settings.served_names
         self._draining = False
 
     def attach(self, engine: EngineLike, tokenizer: Tokenizer | None = None) -> None:
         """The engine is loaded: from now on the server is ready."""
-        self.model_name = self.settings.served_model_name or engine.info.model
-        self.metrics = ServerMetrics(self.model_name, engine)
+        self.served_names = self.settings.served_names or (engine.info.model,)
+        self.metrics = ServerMetrics(self.served_names[0], engine)
         self.llm = AsyncLLM(engine, tokenizer, observer=self.metrics)
 
     def drain(self) -> None:
@@ -51,13 +51,20 @@ class ServerState:
         """Whether a request that came now would be served."""
         return self.phase is Phase.READY and self.llm is not None and self.llm.engine.alive
 
+    @property
+    def model_name(self) -> str | None:
+        """The name that is reported; None while the artifact that has it is loading."""
+        return self.served_names[0] if self.served_names else None
+
     def check_model(self, name: str) -> None:
         """Raises ModelNotFoundError unless ``name`` is what is served here."""
-        if name != self.model_name:
+        if name not in self.served_names:
             raise ModelNotFoundError(
                 f"the model {name[:100]!r} is not served here",
                 param="model",
-                hint=f"ask for {self.model_name!r}" if self.model_name else "retry when the server is ready",
+                hint=f"ask for {' or '.join(map(repr, self.served_names))}"
+                if self.served_names
+                else "retry when the server is ready",
             )
 
     def require_llm(self) -> AsyncLLM:
