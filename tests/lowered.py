@@ -38,10 +38,9 @@ def fused_program(config: ModelConfig | None = None, dtype: str = "float32") -> 
     return run_passes(tiny_program(config or tiny_config(), dtype), CPU_PASSES)
 
 
-def lowered(
-    program: Program, target: str = "cpu:x86-64-v4", limits: StepLimits = LIMITS, **changes: Any
-) -> LoweredTarget:
-    options = {"limits": LIMITS, "registry": REGISTRY, "split_positions": 64, **changes}
+def lowered(program: Program, target: str = "cpu:x86-64-v4", **changes: Any) -> LoweredTarget:
+    """Lowered with LIMITS and a split inside the longest sequence, unless ``changes`` say otherwise."""
+    options: dict[str, Any] = {"limits": LIMITS, "registry": REGISTRY, "split_positions": 64, **changes}
     return lower_program(program, Target.parse(target), **options)
 
 
