@@ -23,7 +23,7 @@ PAGES = ([6, 1, 3], [4, 2], [7, 5])
 
 def mixed_steps() -> list[list[Chunk]]:
     """Chunks, decodes beside chunks, scored prompts, and decodes alone; pages are scattered and then reused."""
-    sampled = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 7, "num_logprobs": 2}
+    sampled: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9, "top_k": 20, "seed": 7, "num_logprobs": 2}
     return [
         [Chunk(FIRST[:50], 0, PAGES[0], draws=False)],
         [

@@ -105,7 +105,7 @@ def test_an_op_without_any_kernel_fails_by_name() -> None:
 
 
 def test_specs_are_exactly_the_entries_of_the_kernel_table() -> None:
-    entries = {}
+    entries: dict[str, str] = {}
     for path in NATIVE.glob("*_entries.inc"):
         entries.update(re.findall(r'\{"(\w+)",\s*\w+,\s*"(\w+)"', path.read_text()))
     assert {spec.symbol: spec.signature for spec in native_specs()} == entries
