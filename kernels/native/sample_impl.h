@@ -45,8 +45,9 @@ TS_INLINE double score(float z, uint64_t seed, uint32_t position, int64_t token)
   return static_cast<double>(z) - std::log(-std::log(u));
 }
 
-// Gumbel-max over the keep set. `leader` starts as the likeliest token, which every keep set holds. Each token
-// passes three sieves: can any noise lift it to the leader, does its approximate noise, does its exact score.
+// Gumbel-max over the keep set. The leader is at first the likeliest token, which every keep set holds. A token
+// overtakes when z + g exceeds the leader's score s, that is, when 1 - u < 1 - exp(-exp(z - s)). Three sieves:
+// can any u do it; is 1 - u below exp(z - s), which is a little more and cheap; does the exact score.
 class GumbelRace {
  public:
   GumbelRace(const Row& row, const Scale& scale, int64_t first, uint64_t seed, uint32_t position)
@@ -69,7 +70,7 @@ class GumbelRace {
   }
 
  private:
-  // What a float32 score must exceed to matter: a little below the leader's, for the rounding of both.
+  // What a float32 score must exceed to matter: a little less than the leader's, for the rounding of both.
   f32x16 bar(float noise) const { return set1(static_cast<float>(top_) - noise - 1e-3f); }
 
   void run_chunk(int64_t start, const f32x16 z[4], const int alive[4]) {
@@ -77,8 +78,7 @@ class GumbelRace {
     random_bits(seed_, position_, static_cast<uint32_t>(start / 64), x);
     for (int j = 0; j < 4; ++j) {
       if (!any(alive[j])) continue;
-      const f32x16 estimate = add(z[j], approximate_gumbel(x[j]));
-      int close = alive[j] & bits(greater(estimate, bar(kGumbelSlack)));
+      int close = alive[j] & bits(greater(exp(sub(z[j], bar(0.0f))), complement_of_u(x[j])));
       for (; any(close); close &= close - 1) enter(start + 16 * j + __builtin_ctz(close));
     }
   }
@@ -105,7 +105,7 @@ TS_INLINE int64_t draw(const SampleArgs& args, int64_t r, const Row& row, const 
   const int32_t top_k = args.top_k[r];
   const float top_p = args.top_p[r], min_p = args.min_p[r];
   Keep keep;
-  if (top_k > 0 && top_k < row.size) keep = keep_top_k(row, top_k, best.value);
+  if (top_k > 0 && top_k < row.size) keep = keep_top_k(row, scale, top_k, scratch);
   if (top_p < 1.0f) keep = keep_top_p(row, scale, keep, top_p, scratch);
   const float lowest_z = min_p > 0.0f ? static_cast<float>(std::log(static_cast<double>(min_p))) : -kInfinity;
   GumbelRace race(row, scale, best.token, args.seed[r], static_cast<uint32_t>(args.draw_position[r]));

@@ -1,6 +1,7 @@
 // Orders and keep sets over one row of logits. Every keep set is a prefix of the one order (greater logit first,
-// then lower id), so it is a threshold and, among the tokens that equal it, a last id: nothing is sorted.
-// Thresholds are found by bisection over the float32 values themselves, which ends at an exact value.
+// then lower id), so it is a threshold and, among the tokens that equal it, a last id: nothing is sorted. A
+// histogram finds the narrow range of z that holds the threshold, and bisection over the float32 values there
+// ends at an exact one.
 #pragma once
 
 #include "sample.h"
@@ -59,22 +60,6 @@ TS_INLINE int keep_bits(const Keep& keep, f32x16 v, int64_t i) {
   const int above = bits(greater(v, threshold));
   if (keep.last_id < i) return above;
   return above | (bits_at_least(v, threshold) & ((2 << (keep.last_id - i)) - 1));
-}
-
-TS_INLINE int64_t count_above(const Row& row, float threshold) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < row.size; i += 16) {
-    count += __builtin_popcount(static_cast<unsigned>(bits(greater(lanes_at(row, i), set1(threshold)))));
-  }
-  return count;
-}
-TS_INLINE int64_t count_at_least(const Row& row, float threshold) {
-  int64_t count = 0;
-  for (int64_t i = 0; i < row.size; i += 16) {
-    const int reached = bits_at_least(lanes_at(row, i), set1(threshold)) & live_bits(row, i);
-    count += __builtin_popcount(static_cast<unsigned>(reached));
-  }
-  return count;
 }
 
 // How many tokens precede or are `token` in the order.
@@ -149,44 +134,70 @@ TS_INLINE void first_tokens(const Row& row, int64_t k, float* values, int32_t* i
   }
 }
 
-TS_INLINE Keep keep_top_k(const Row& row, int64_t k, float best) {
-  constexpr int64_t kListed = 64;  // up to here one pass with a sorted list is faster than bisection
-  if (k <= kListed) {
-    float values[kListed];
-    int32_t ids[kListed];
-    first_tokens(row, k, values, ids);
-    return {values[k - 1], ids[k - 1]};
-  }
-  const float threshold = bisect(-kInfinity, best, [&](float v) { return count_at_least(row, v) >= k; });
-  return {threshold, nth_equal(row, threshold, k - count_above(row, threshold))};
-}
-
-// z of the header, and its weight e^z.
+// z of the header.
 struct Scale {
   float best, temperature;
   f32x16 z(f32x16 v) const { return div(sub(v, set1(best)), set1(temperature)); }
   float z(float v) const { return (v - best) / temperature; }
-  float weight(float v) const { return first_lane(exp(z(set1(v)))); }
 };
 
-TS_INLINE double mass(const Row& row, const Scale& scale, const Keep& keep) {
-  f64x16 sum = zero_f64();
-  for (int64_t i = 0; i < row.size; i += 16) {
-    const f32x16 v = lanes_at(row, i);
-    const int kept = keep_bits(keep, v, i);  // past the end of the row the weight is 0
-    if (any(kept)) sum = add(sum, select(mask_of(kept), exp(scale.z(v)), zero()));
+// How much a token adds to what its prefix must reach.
+struct Mass {
+  static f32x16 of(f32x16 z) { return exp(z); }
+};
+struct Count {
+  static f32x16 of(f32x16) { return set1(1.0f); }
+};
+
+// What the kept tokens add up to in each range of z; the last bucket has no lower end.
+struct Histogram {
+  static constexpr int kBuckets = 256, kParts = 4;  // neighbours add to different parts: no chain of additions
+  static constexpr float kBucketsPerUnit = 16.0f;
+  double parts[kParts][kBuckets] = {};
+
+  static f32x16 bucket_of(f32x16 z) {
+    return min(mul(z, set1(-kBucketsPerUnit)), set1(static_cast<float>(kBuckets - 1)));
   }
-  return reduce_add(sum);
+  double at(int bucket) const {
+    return (parts[0][bucket] + parts[1][bucket]) + (parts[2][bucket] + parts[3][bucket]);
+  }
+  double total() const {
+    double sum = 0;
+    for (int bucket = 0; bucket < kBuckets; ++bucket) sum += at(bucket);
+    return sum;
+  }
+};
+
+template <class Measure>
+TS_INLINE void fill(Histogram& histogram, const Row& row, const Scale& scale, const Keep& keep) {
+  constexpr int kLast = Histogram::kBuckets - 1;
+  f64x16 rest = zero_f64();  // most of a peaked row is in the last bucket, and needs no scatter
+  for (int64_t i = 0; i < row.size; i += 16) {
+    const f32x16 v = lanes_at(row, i), z = scale.z(v);
+    const int kept = keep_bits(keep, v, i) & live_bits(row, i);
+    if (!any(kept)) continue;
+    const f32x16 place = Histogram::bucket_of(z), weights = select(mask_of(kept), Measure::of(z), zero());
+    if (!any(kept & bits(greater(set1(static_cast<float>(kLast)), place)))) {
+      rest = add(rest, weights);
+      continue;
+    }
+    alignas(64) int32_t bucket[16];
+    alignas(64) float weight[16];
+    store_truncated(bucket, place);
+    store(weight, weights);
+    for (int j = 0; j < 16; ++j) histogram.parts[j % Histogram::kParts][bucket[j]] += static_cast<double>(weight[j]);
+  }
+  histogram.parts[0][kLast] += reduce_add(rest);
 }
 
-// The tokens that may belong to a nucleus, packed in order of id.
+// Tokens of one bucket, packed in order of id.
 struct Candidates {
   float* logits;   // padded to whole vectors with -infinity
   float* weights;  // padded with 0
   int64_t count = 0;
-  float lowest = kInfinity;
+  float lowest = kInfinity, highest = -kInfinity;
 
-  double mass_at_least(float threshold) const {
+  double from(float threshold) const {
     f64x16 sum = zero_f64();
     for (int64_t i = 0; i < count; i += 16) {
       sum = add(sum, select(greater(set1(threshold), load(logits + i)), zero(), load(weights + i)));
@@ -195,46 +206,80 @@ struct Candidates {
   }
 };
 
-// Packs the kept tokens with z above `cut`; false when they do not fit.
-TS_INLINE bool collect(const Row& row, const Scale& scale, const Keep& keep, float cut, Candidates& out) {
+// Packs the kept tokens of a bucket; false when they do not fit (then `lowest` and `highest` are right still).
+template <class Measure>
+TS_INLINE bool collect(const Row& row, const Scale& scale, const Keep& keep, int bucket, Candidates& out) {
+  bool fits = true;
+  const float first = static_cast<float>(bucket), next = first + 1.0f;
   for (int64_t i = 0; i < row.size; i += 16) {
-    const f32x16 v = lanes_at(row, i), z = scale.z(v);
-    int kept = keep_bits(keep, v, i) & bits(greater(z, set1(cut)));
+    const f32x16 v = lanes_at(row, i), z = scale.z(v), place = Histogram::bucket_of(z);
+    int kept = keep_bits(keep, v, i) & live_bits(row, i) & bits_at_least(place, set1(first)) &
+               bits(greater(set1(next), place));
     if (!any(kept)) continue;
-    if (out.count + 32 > kSampleCandidates) return false;
     alignas(64) float logits[16], weights[16];
     store(logits, v);
-    store(weights, exp(z));
+    store(weights, Measure::of(z));
+    fits = fits && out.count + 32 <= kSampleCandidates;
     for (; any(kept); kept &= kept - 1) {
       const int j = __builtin_ctz(kept);
+      out.lowest = logits[j] < out.lowest ? logits[j] : out.lowest;
+      out.highest = logits[j] > out.highest ? logits[j] : out.highest;
+      if (!fits) continue;
       out.logits[out.count] = logits[j];
       out.weights[out.count++] = weights[j];
-      out.lowest = logits[j] < out.lowest ? logits[j] : out.lowest;
     }
   }
   for (int64_t i = out.count; i % 16 != 0; ++i) {
     out.logits[i] = -kInfinity;
     out.weights[i] = 0.0f;
   }
-  return true;
+  return fits;
 }
 
-// The shortest prefix of `within` whose mass reaches top_p of its whole mass.
-TS_INLINE Keep keep_top_p(const Row& row, const Scale& scale, const Keep& within, float top_p, float* scratch) {
-  const double total = mass(row, scale, within), target = static_cast<double>(top_p) * total;
-  // Tokens below this weight have together less than 1 - top_p of the mass, so the prefix ends above them.
-  const double negligible = (1.0 - static_cast<double>(top_p)) * total / static_cast<double>(row.size);
+template <class Measure>
+TS_INLINE double measure_from(const Row& row, const Scale& scale, float threshold) {
+  f64x16 sum = zero_f64();
+  for (int64_t i = 0; i < row.size; i += 16) {
+    const f32x16 v = lanes_at(row, i);
+    const int reached = bits_at_least(v, set1(threshold)) & live_bits(row, i);
+    if (any(reached)) sum = add(sum, select(mask_of(reached), Measure::of(scale.z(v)), zero()));
+  }
+  return reduce_add(sum);
+}
+
+// The shortest prefix of `within` that reaches `share` of its whole measure (or, for absolute, `share` itself).
+template <class Measure>
+TS_INLINE Keep shortest_prefix(const Row& row, const Scale& scale, const Keep& within, double share, bool absolute,
+                               float* scratch) {
+  Histogram histogram;
+  fill<Measure>(histogram, row, scale, within);
+  const double target = absolute ? share : share * histogram.total();
+  int bucket = 0;
+  double above = 0;  // of all buckets before it
+  while (bucket + 1 < Histogram::kBuckets && above + histogram.at(bucket) < target) above += histogram.at(bucket++);
   Candidates packed{scratch, scratch + kSampleCandidates};
-  const bool fits = collect(row, scale, within, static_cast<float>(std::log(negligible)) - 0.01f, packed);
-  const auto mass_from = [&](float v) {
-    return fits ? packed.mass_at_least(v) : mass(row, scale, Keep{v, INT64_MAX});
-  };
-  const float low = fits ? packed.lowest : within.threshold;
-  const float threshold = bisect(low, scale.best, [&](float v) { return mass_from(v) >= target; });
-  const double above = threshold < scale.best ? mass_from(value_of(key_of(threshold) + 1)) : 0.0;
-  const double missing = std::ceil((target - above) / static_cast<double>(scale.weight(threshold)));
+  const bool fits = collect<Measure>(row, scale, within, bucket, packed);
+  const auto from = [&](float v) { return fits ? above + packed.from(v) : measure_from<Measure>(row, scale, v); };
+  const float threshold = bisect(packed.lowest, packed.highest, [&](float v) { return from(v) >= target; });
+  // As many of the tokens that equal the threshold as are still missing.
+  const double before = threshold < packed.highest ? from(value_of(key_of(threshold) + 1)) : above;
+  const double each = static_cast<double>(first_lane(Measure::of(scale.z(set1(threshold)))));
+  const double missing = std::ceil((target - before) / each);
   const int64_t last = nth_equal(row, threshold, missing >= 1 && missing < 1e9 ? static_cast<int64_t>(missing) : 1);
   return {threshold, threshold == within.threshold && within.last_id < last ? within.last_id : last};
+}
+
+TS_INLINE Keep keep_top_k(const Row& row, const Scale& scale, int64_t k, float* scratch) {
+  constexpr int64_t kListed = 64;  // up to here one pass with a sorted list is faster
+  if (k > kListed) return shortest_prefix<Count>(row, scale, Keep{}, static_cast<double>(k), true, scratch);
+  float values[kListed];
+  int32_t ids[kListed];
+  first_tokens(row, k, values, ids);
+  return {values[k - 1], ids[k - 1]};
+}
+
+TS_INLINE Keep keep_top_p(const Row& row, const Scale& scale, const Keep& within, float top_p, float* scratch) {
+  return shortest_prefix<Mass>(row, scale, within, static_cast<double>(top_p), false, scratch);
 }
 
 }  // namespace tokenspeed::kernels::TS_ISA

@@ -1,4 +1,4 @@
-// Lanes that sampling needs beyond simd.h: random bits, float64 sums, and an approximate Gumbel variate.
+// Lanes that sampling needs beyond simd.h: random bits, small integers and float64 sums.
 #pragma once
 
 #include <limits>
@@ -34,12 +34,7 @@ TS_INLINE void transpose4(u32x16 x[4]) {
   x[3] = {_mm512_unpackhi_epi64(b, d)};
 }
 TS_INLINE f32x16 to_float(u32x16 a) { return {_mm512_cvtepu32_ps(a.v)}; }
-// a = mantissa * 2^exponent with the mantissa in [1, 2); a is positive and normal.
-TS_INLINE void split_exponent(f32x16 a, f32x16& mantissa, f32x16& exponent) {
-  mantissa = {_mm512_getmant_ps(a.v, _MM_MANT_NORM_1_2, _MM_MANT_SIGN_src)};
-  exponent = {_mm512_getexp_ps(a.v)};
-}
-
+TS_INLINE void store_truncated(int32_t* p, f32x16 a) { _mm512_storeu_si512(p, _mm512_cvttps_epi32(a.v)); }
 TS_INLINE mask16 mask_of(int lanes) { return {static_cast<__mmask16>(lanes)}; }
 
 struct f64x16 { __m512d lo, hi; };
@@ -95,18 +90,10 @@ TS_INLINE __m256 to_float_half(__m256i a) {  // the upper part is exact, so the 
   return _mm256_fmadd_ps(upper, _mm256_set1_ps(65536.0f), lower);
 }
 TS_INLINE f32x16 to_float(u32x16 a) { return {to_float_half(a.lo), to_float_half(a.hi)}; }
-TS_INLINE void split_exponent_half(__m256 a, __m256& mantissa, __m256& exponent) {
-  const __m256i w = _mm256_castps_si256(a);
-  const __m256i one = _mm256_set1_epi32(0x3f800000);
-  mantissa = _mm256_castsi256_ps(_mm256_or_si256(_mm256_and_si256(w, _mm256_set1_epi32(0x007fffff)), one));
-  exponent = _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_srli_epi32(w, 23), _mm256_set1_epi32(127)));
+TS_INLINE void store_truncated(int32_t* p, f32x16 a) {
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_cvttps_epi32(a.lo));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + 8), _mm256_cvttps_epi32(a.hi));
 }
-// a = mantissa * 2^exponent with the mantissa in [1, 2); a is positive and normal.
-TS_INLINE void split_exponent(f32x16 a, f32x16& mantissa, f32x16& exponent) {
-  split_exponent_half(a.lo, mantissa.lo, exponent.lo);
-  split_exponent_half(a.hi, mantissa.hi, exponent.hi);
-}
-
 TS_INLINE mask16 mask_of(int lanes) {
   const __m256i all = _mm256_set1_epi32(lanes);
   const __m256i lo = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128), hi = _mm256_slli_epi32(lo, 8);
@@ -162,37 +149,9 @@ TS_INLINE void random_bits(uint64_t seed, uint32_t position, uint32_t chunk, u32
   transpose4(x);
 }
 
-// log(2^exponent * (1 + x)) for |x| below 0.42: the odd series of log((1+x)/(1)) in s = x / (2 + x).
-TS_INLINE f32x16 log_near_one(f32x16 x, f32x16 exponent) {
-  const f32x16 s = div(x, add(x, set1(2.0f))), t = mul(s, s);
-  f32x16 p = set1(2.0f / 9.0f);
-  p = fma(p, t, set1(2.0f / 7.0f));
-  p = fma(p, t, set1(2.0f / 5.0f));
-  p = fma(p, t, set1(2.0f / 3.0f));
-  p = fma(p, t, set1(2.0f));
-  return fma(exponent, set1(0.693147180559945f), mul(p, s));
-}
-
-TS_INLINE f32x16 log_positive(f32x16 a) {  // of positive normal numbers, absolute error below 2e-6
-  f32x16 mantissa, exponent;
-  split_exponent(a, mantissa, exponent);
-  const mask16 upper = greater(mantissa, set1(1.41421356f));
-  mantissa = select(upper, mul(mantissa, set1(0.5f)), mantissa);
-  exponent = select(upper, add(exponent, set1(1.0f)), exponent);
-  return log_near_one(sub(mantissa, set1(1.0f)), exponent);
-}
-
-// The Gumbel variates of random bits, within kGumbelSlack of -log(-log(u)). Where u is near 1 its logarithm
-// is taken of 1 - u, which float32 holds with full relative precision.
-inline constexpr float kGumbelSlack = 1e-4f;
-TS_INLINE f32x16 approximate_gumbel(u32x16 x) {
-  constexpr float kUnit = 2.3283064365386963e-10f;  // 2^-32
-  const f32x16 half = set1(0.5f), unit = set1(kUnit);
-  const f32x16 u = mul(add(to_float(x), half), unit);
-  const f32x16 rest = mul(add(to_float(bit_xor(x, set1_u32(0xffffffffu))), half), unit);
-  const f32x16 direct = log_positive(u), complement = log_near_one(sub(zero(), rest), zero());
-  const f32x16 log_u = select(greater(set1(0.25f), rest), complement, direct);
-  return sub(zero(), log_positive(sub(zero(), log_u)));
+// 1 - u of the header, for u = (x + 0.5) / 2^32: to float32's relative precision also where u is near 1.
+TS_INLINE f32x16 complement_of_u(u32x16 x) {
+  return mul(add(to_float(bit_xor(x, set1_u32(0xffffffffu))), set1(0.5f)), set1(0x1p-32f));
 }
 
 // No variate exceeds this: u is at most 1 - 2^-33, and 33 log 2 = 22.874.
