@@ -28,7 +28,7 @@ LAYERS: dict[str, int] = {
     "tokenspeed.runtime": 5,
     "tokenspeed.cli": 6,
 }
-RUNTIME_MAY_IMPORT = {"jinja2", "markupsafe", "prometheus_client", "starlette", "tokenizers", "uvicorn"}
+RUNTIME_MAY_IMPORT = {"jinja2", "markupsafe", "prometheus_client", "starlette", "tokenizers", "uvicorn", "uvloop"}
 CPP_MAY_INCLUDE = {
     "check": {"check"},
     "cache": {"check", "cache"},

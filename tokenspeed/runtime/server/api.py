@@ -79,7 +79,7 @@ async def read_body(request: Request, limit: int) -> bytes:
 def _too_large(limit: int) -> BodyTooLargeError:
     return BodyTooLargeError(
         f"the request body is longer than the {limit} bytes that this server reads",
-        hint="send less, or start the server with a larger --max-body-bytes",
+        hint="send less in one request",
     )
 
 

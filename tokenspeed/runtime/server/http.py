@@ -69,6 +69,7 @@ class HttpServer:
             log_config=None,
             access_log=settings.access_log,
             server_header=False,
+            timeout_keep_alive=60,  # clients with pooled connections must not race with a short one
             timeout_graceful_shutdown=FLUSH_TIMEOUT,
         )
         self._server = uvicorn.Server(config)
