@@ -29,3 +29,14 @@ def smollm2_reference() -> dict[str, Any]:
     if not folder.is_dir():
         pytest.skip(f"no reference outputs at {folder}: set TOKENSPEED_TEST_REFERENCE to a folder that has them")
     return {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+
+
+@pytest.fixture(scope="session")
+def smollm2_artifacts(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Artifacts of SmolLM2 by dtype, built once for this machine's best target."""
+    from tokenspeed.compile.build import build
+
+    folder = tmp_path_factory.mktemp("smollm2")
+    for dtype in ("float32", "bfloat16"):
+        build(smollm2_gguf, folder / dtype, dtype=dtype, model="smollm2")
+    return {dtype: folder / dtype for dtype in ("float32", "bfloat16")}

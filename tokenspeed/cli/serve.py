@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import threading
+from typing import TYPE_CHECKING
 
 from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_load_options, load_options
+
+if TYPE_CHECKING:
+    from tokenspeed.runtime.engine import Engine
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -26,54 +29,36 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
     parser.add_argument("--api-key", metavar="KEY", default=os.environ.get("TOKENSPEED_API_KEY"),
                         help="require `Authorization: Bearer KEY` (default: $TOKENSPEED_API_KEY)")  # fmt: skip
-    parser.add_argument(
-        "--served-model-name", metavar="NAME", help="answer to this model name instead of the artifact's"
-    )
+    parser.add_argument("--served-model-name", metavar="NAME", action="append", default=[],
+                        help="a name to answer to instead of the artifact's; repeatable")  # fmt: skip
     parser.add_argument("--max-waiting", type=int, default=1024, metavar="N",
                         help="requests that may wait before clients get 429 (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--max-step-tokens", type=int, metavar="N",
+                        help="tokens of a step; fewer stall running replies less (default: the artifact's)")  # fmt: skip
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                         help="how long SIGTERM lets running requests finish (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--access-log", action="store_true", help="log every request on stderr")
     add_load_options(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Load on a thread while this one imports the HTTP stack; then serve until a signal."""
-    loading = _Loading(args)
-    from tokenspeed.runtime.server import ServerSettings, serve
+    """Serve until a signal; the artifact loads on a thread while this one imports the web stack."""
+    from tokenspeed.runtime.server import ServerSettings, serve_loading
 
+    options = load_options(args)
     settings = ServerSettings(
         host=args.host,
         port=args.port,
         api_key=args.api_key,
-        served_model_name=args.served_model_name,
+        served_names=tuple(args.served_model_name),
         drain_timeout=args.drain_timeout,
+        access_log=args.access_log,
     )
-    engine = loading.result()
-    return serve(engine, engine.tokenizer, settings)
 
+    def load_engine() -> Engine:
+        from tokenspeed.runtime.engine import load
 
-class _Loading(threading.Thread):
-    """Loads the artifact beside the main thread: most of its time is spent outside the interpreter's lock."""
+        return load(args.artifact, options=options, max_waiting=args.max_waiting, max_step_tokens=args.max_step_tokens)
 
-    def __init__(self, args: argparse.Namespace):
-        super().__init__(name="tokenspeed-load", daemon=True)
-        self._args = args
-        self._outcome: object = None
-        self.start()
-
-    def run(self) -> None:
-        try:
-            from tokenspeed.runtime.engine import load
-
-            self._outcome = load(
-                self._args.artifact, options=load_options(self._args), max_waiting=self._args.max_waiting
-            )
-        except BaseException as e:  # raised again where the result is asked for
-            self._outcome = e
-
-    def result(self):  # type: ignore[no-untyped-def]
-        self.join()
-        if isinstance(self._outcome, BaseException):
-            raise self._outcome
-        return self._outcome
+    return serve_loading(load_engine, settings)

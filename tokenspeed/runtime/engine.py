@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed import _native
-from tokenspeed.errors import EngineClosedError, QueueFullError
+from tokenspeed.errors import EngineClosedError, QueueFullError, UsageError
 from tokenspeed.runtime.executor import DeviceError, StepOutputs
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.loader import load as load_artifact
@@ -89,19 +89,32 @@ class Engine:
     Args:
         loaded: the model in memory.
         max_waiting: requests that may wait before further ones are refused.
+        max_step_tokens: tokens that a step may hold, at most the artifact's max_prefill_tokens (the default). Fewer
+            make long prompts stall running replies for less time; no request's tokens change by a bit.
+
+    Raises:
+        UsageError: max_step_tokens or max_waiting is out of range.
     """
 
-    def __init__(self, loaded: Loaded, *, max_waiting: int = MAX_WAITING):
+    def __init__(self, loaded: Loaded, *, max_waiting: int = MAX_WAITING, max_step_tokens: int | None = None):
         envelope = loaded.artifact.manifest.envelope
+        step_tokens = envelope.max_prefill_tokens if max_step_tokens is None else max_step_tokens
+        if not 1 <= step_tokens <= envelope.max_prefill_tokens:
+            raise UsageError(
+                f"max_step_tokens is {step_tokens}; it must lie between 1 and {envelope.max_prefill_tokens}, the"
+                " artifact's max_prefill_tokens"
+            )
+        if max_waiting < 1:
+            raise UsageError(f"max_waiting is {max_waiting}; it must be at least 1")
         self.tokenizer = loaded.tokenizer
         self.loaded = loaded
         self.info = _info(loaded)
         self._executor = loaded.executor
         self._scheduler = _native.Scheduler(
             _native.SchedulerConfig(
-                max_num_seqs=envelope.max_num_seqs,
-                max_prefill_tokens=envelope.max_prefill_tokens,
-                max_logit_rows=envelope.max_logit_rows,
+                max_num_seqs=min(envelope.max_num_seqs, step_tokens),
+                max_prefill_tokens=step_tokens,
+                max_logit_rows=min(envelope.max_logit_rows, step_tokens),
                 max_model_len=envelope.max_model_len,
                 page_size=envelope.page_size,
                 num_pages=loaded.num_pages,
@@ -372,6 +385,12 @@ def _info(loaded: Loaded) -> EngineInfo:
     )
 
 
-def load(path: str | os.PathLike[str], *, options: LoadOptions | None = None, max_waiting: int = MAX_WAITING) -> Engine:
-    """Load the artifact at ``path`` and start an Engine on it. See ``loader.load`` for errors."""
-    return Engine(load_artifact(path, options), max_waiting=max_waiting)
+def load(
+    path: str | os.PathLike[str],
+    *,
+    options: LoadOptions | None = None,
+    max_waiting: int = MAX_WAITING,
+    max_step_tokens: int | None = None,
+) -> Engine:
+    """Load the artifact at ``path`` and start an Engine on it. See ``loader.load`` and ``Engine`` for errors."""
+    return Engine(load_artifact(path, options), max_waiting=max_waiting, max_step_tokens=max_step_tokens)

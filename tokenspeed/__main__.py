@@ -1,0 +1,7 @@
+"""``python -m tokenspeed``: the same as the ``tokenspeed`` command."""
+
+import sys
+
+from tokenspeed.cli import main
+
+sys.exit(main())
