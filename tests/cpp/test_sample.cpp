@@ -193,7 +193,8 @@ TEST(logprobs_ranks_and_likeliest_agree_with_float64) {
     double sum = 0;
     for (float v : logits) sum += std::exp(static_cast<double>(v) - logits[static_cast<size_t>(order[0])]);
     const auto logprob = [&](int32_t id) {
-      return static_cast<double>(logits[static_cast<size_t>(id)]) - logits[static_cast<size_t>(order[0])] - std::log(sum);
+      const double best = logits[static_cast<size_t>(order[0])];
+      return logits[static_cast<size_t>(id)] - best - std::log(sum);
     };
     for (KernelFn fn : runnable()) {
       for (const size_t rank : {size_t{1}, size_t{3}, vocab / 2, vocab}) {
@@ -255,9 +256,6 @@ TEST(draws_follow_the_distribution) {
   constexpr int kDraws = 40000;
   const size_t vocab = 200;
   const auto logits = random_logits(vocab, 31, 2.0f);
-  struct Case {
-    RowParams params;
-  };
   const std::vector<RowParams> cases = {
       {.temperature = 1.0f}, {.temperature = 0.6f, .top_k = 25}, {.temperature = 1.7f, .top_p = 0.8f},
       {.temperature = 1.0f, .min_p = 0.1f}};
@@ -266,7 +264,10 @@ TEST(draws_follow_the_distribution) {
     std::vector<double> probability(vocab, 0.0);
     const auto keep = expected_keep(logits, base);
     double sum = 0;
-    for (int32_t id : keep) sum += probability[static_cast<size_t>(id)] = std::exp(logits[static_cast<size_t>(id)] / base.temperature);
+    for (int32_t id : keep) {
+      const auto i = static_cast<size_t>(id);
+      sum += probability[i] = std::exp(logits[i] / base.temperature);
+    }
     for (double& p : probability) p /= sum;
     std::vector<int> by_position(vocab, 0), by_seed(vocab, 0);
     std::vector<float> batch;
@@ -301,7 +302,8 @@ TEST(rows_do_not_depend_on_place_or_company) {
     results.push_back(sample(fn, logits, rows));
     const Outputs& all = results.back();
     for (size_t r = 0; r < num_rows; ++r) {
-      const std::vector<float> one(logits.begin() + static_cast<long>(r * vocab), logits.begin() + static_cast<long>((r + 1) * vocab));
+      const auto row = logits.begin() + static_cast<long>(r * vocab);
+      const std::vector<float> one(row, row + static_cast<long>(vocab));
       const Outputs alone = sample(fn, one, {rows[r]});
       CHECK(alone.token[0] == all.token[r] && alone.rank[0] == all.rank[r]);
       CHECK(std::memcmp(&alone.logprob[0], &all.logprob[r], 4) == 0);
