@@ -33,7 +33,7 @@ inline constexpr int64_t kAttentionMaxHeadDim = 256;   // D is a multiple of 16 
 inline constexpr int64_t kAttentionMaxPageSize = 256;  // page_size is a multiple of 32 up to this
 inline constexpr int64_t kAttentionTileRows = 48;      // query rows that one item takes through the KV tiles
 
-// Sequences of one token are computed split by split, in parallel, when a step has no more sequences than
+// A sequence of one token may be computed split by split, in parallel, when a step has no more sequences than
 // this. Busier steps have items enough, and the workspace stays small.
 inline constexpr int64_t kAttentionSplitSeqs = 64;
 

@@ -71,10 +71,16 @@ struct RowTile {
   float sum(int64_t r) const { return reduce_add(load(lanes + r * 16)); }
 };
 
+// A head's K and V of one page, and of the page to come (null: nothing to fetch ahead).
+template <class Stored>
+struct KvTile {
+  const Stored *k, *v, *next_k = nullptr, *next_v = nullptr;
+};
+
 // Takes rows [first, first + rows) of the tile through the KV tile at `begin`.
 template <class Engine>
 TS_INLINE void attend_block(const AttentionArgs& args, RowTile<Engine>& tile, int64_t first, int rows, int64_t begin,
-                            const typename Engine::Stored* k, const typename Engine::Stored* v) {
+                            const KvTile<typename Engine::Stored>& kv) {
   const int64_t dim = args.head_dim, ld = args.page_size;
   const int64_t last = tile.position[first + rows - 1];
   if (last < begin) return;
@@ -88,13 +94,14 @@ TS_INLINE void attend_block(const AttentionArgs& args, RowTile<Engine>& tile, in
   const SoftmaxBlock<typename Engine::Operand> block{
       tile.scores, tile.probabilities, ld, rows, panels, valid, tile.maximum + first, tile.lanes + first * 16, alpha};
 
-  Engine::scores(tile.q + first * dim, rows, dim, k, panels, tile.scores, ld);
+  Engine::scores(tile.q + first * dim, rows, dim, kv.k, panels, tile.scores, ld, kv.next_k);
   if (valid[0] < panels * 16) {
     softmax_block<Engine, true>(block, args.scale_log2);
   } else {
     softmax_block<Engine, false>(block, args.scale_log2);
   }
-  Engine::accumulate(tile.probabilities, ld, rows, v, args.page_size, panels, dim, alpha, tile.o + first * dim);
+  Engine::accumulate(tile.probabilities, ld, rows, kv.v, args.page_size, panels, dim, alpha, tile.o + first * dim,
+                     kv.next_v);
 }
 
 // Computes (m, l, O) of every row of the tile over the positions of one split.
@@ -106,16 +113,27 @@ TS_INLINE void attend_split(const AttentionArgs& args, const AttentionItem& item
   const int64_t first = split * args.split_positions, context = tile.position[tile.num_rows - 1] + 1;
   const int64_t end = context < first + args.split_positions ? context : first + args.split_positions;
   const int32_t* pages = args.page_table + item.seq * args.pages_per_seq;
+  // The last tile that this worker will come to: fetching ahead goes on across splits.
+  const int64_t reach = args.parallel_splits(item.seq) > 1 ? end : context;
   const int step = Engine::block_rows(tile.num_rows);
+  const auto keys = [&](int64_t position) {
+    const std::byte* page = args.kv + pages[position / args.page_size] * args.page_stride;
+    return reinterpret_cast<const Stored*>(page) + item.kv_head * head_elements;
+  };
 
   tile.restart();
   for (int64_t begin = first; begin < end; begin += args.page_size) {
-    const int64_t page = pages[begin / args.page_size];
-    const Stored* k = reinterpret_cast<const Stored*>(args.kv + page * args.page_stride) + item.kv_head * head_elements;
-    const Stored* v = k + args.num_kv_heads * head_elements;
+    KvTile<Stored> kv;
+    kv.k = keys(begin);
+    kv.v = kv.k + args.num_kv_heads * head_elements;
     for (int64_t r = 0; r < tile.num_rows; r += step) {
       const int64_t left = tile.num_rows - r;
-      attend_block<Engine>(args, tile, r, static_cast<int>(left < step ? left : step), begin, k, v);
+      const bool last_block = left <= step;
+      if (last_block && begin + args.page_size < reach) {
+        kv.next_k = keys(begin + args.page_size);
+        kv.next_v = kv.next_k + args.num_kv_heads * head_elements;
+      }
+      attend_block<Engine>(args, tile, r, static_cast<int>(last_block ? left : step), begin, kv);
     }
   }
 }

@@ -15,14 +15,19 @@ struct AttentionArgs {
   void* out;
   float* workspace;
   int64_t num_seqs, num_q_heads, num_kv_heads, head_dim, page_size, page_stride, pages_per_seq, split_positions;
-  float scale_log2;  // scale * log2 e: scores to exponents of two
+  int64_t long_context;  // one decode row above this is worth sharing among workers
+  float scale_log2;      // scale * log2 e: scores to exponents of two
 
   explicit AttentionArgs(const Invocation& inv)
       : q(inv.ptr<const void>(0)), kv(inv.ptr<const std::byte>(1)), cu_seqlens(inv.ptr<const int32_t>(2)),
         context_lens(inv.ptr<const int32_t>(3)), page_table(inv.ptr<const int32_t>(4)), out(inv.ptr<void>(5)),
         workspace(inv.ptr<float>(6)), num_seqs(inv.i64(8)), num_q_heads(inv.i64(9)), num_kv_heads(inv.i64(10)),
         head_dim(inv.i64(11)), page_size(inv.i64(12)), page_stride(inv.i64(13)), pages_per_seq(inv.i64(14)),
-        split_positions(inv.i64(15)), scale_log2(static_cast<float>(inv.args[16].f64 * 1.4426950408889634)) {}
+        split_positions(inv.i64(15)), scale_log2(static_cast<float>(inv.args[16].f64 * 1.4426950408889634)) {
+    int64_t positions = 0;
+    for (int64_t seq = 0; seq < num_seqs; ++seq) positions += context_lens[seq];
+    long_context = num_kv_heads * positions / (8 * inv.num_workers);
+  }
 
   int64_t group() const { return num_q_heads / num_kv_heads; }
   int64_t num_tokens(int64_t seq) const { return cu_seqlens[seq + 1] - cu_seqlens[seq]; }
@@ -31,9 +36,11 @@ struct AttentionArgs {
   int64_t num_tiles(int64_t seq) const {
     return (num_tokens(seq) * group() + kAttentionTileRows - 1) / kAttentionTileRows;
   }
-  // Splits of a sequence that are items of their own; 1 where an item walks through all of them.
+  // Splits of a sequence that are items of their own; 1 where an item walks through all of them, which reads
+  // ahead better. Only speed depends on this.
   int64_t parallel_splits(int64_t seq) const {
-    return num_seqs <= kAttentionSplitSeqs && num_tokens(seq) == 1 ? num_splits(context_lens[seq]) : 1;
+    const bool shared = num_seqs <= kAttentionSplitSeqs && num_tokens(seq) == 1 && context_lens[seq] > long_context;
+    return shared ? num_splits(context_lens[seq]) : 1;
   }
   int64_t num_items(int64_t seq) const { return num_tiles(seq) * num_kv_heads * parallel_splits(seq); }
   int64_t num_merges(int64_t seq) const { return parallel_splits(seq) > 1 ? num_kv_heads : 0; }

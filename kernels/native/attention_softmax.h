@@ -42,7 +42,7 @@ struct SoftmaxBlock {
   int64_t ld;
   int rows, panels;  // panels of 16 positions, the same for all rows
   const int32_t* valid;
-  float* maximum;  // m [rows], in powers of two; 16 may be read
+  float* maximum;  // m [rows], in powers of two; sixteen are read and written, those beyond rows unchanged
   float* lanes;    // l [rows][16]
   float* alpha;    // out [16]: what the block's earlier sums shrink by
 };
@@ -50,7 +50,8 @@ struct SoftmaxBlock {
 template <class Engine, bool Masked>
 TS_INLINE void softmax_block(const SoftmaxBlock<typename Engine::Operand>& b, float scale_log2) {
   const f32x16 least = set1(-std::numeric_limits<float>::infinity());
-  alignas(64) float top[16] = {};
+  alignas(64) float top[16];
+  store(top, least);
   for (int r = 0; r < b.rows; ++r) {
     const float* s = b.scores + r * b.ld;
     f32x16 best = least;
@@ -65,7 +66,7 @@ TS_INLINE void softmax_block(const SoftmaxBlock<typename Engine::Operand>& b, fl
   const f32x16 before = load(b.maximum);
   const f32x16 after = max(before, mul(load(top), set1(scale_log2)));
   store(b.alpha, exp2_nonpositive<6>(sub(before, after)));
-  store_masked(b.maximum, first_lanes(b.rows), after);
+  store(b.maximum, after);
 
   const f32x16 factor = set1(scale_log2);
   for (int r = 0; r < b.rows; ++r) {
@@ -87,7 +88,8 @@ TS_INLINE void merge_split(float* m, float* l, float* o, float next_m, float nex
                            int64_t head_dim) {
   const float top = next_m > *m ? next_m : *m;
   const f32x16 keep = exp2_nonpositive<6>(set1(*m - top)), gain = exp2_nonpositive<6>(set1(next_m - top));
-  store_masked(l, first_lanes(1), fma(set1(next_l), gain, mul(set1(*l), keep)));
+  const f32x16 sum = fma(set1(next_l), gain, mul(set1(*l), keep));  // the same in all lanes
+  *l = _mm_cvtss_f32(_mm256_castps256_ps128(low_half(sum)));
   for (int64_t d = 0; d < head_dim; d += 16) {
     store(o + d, fma(load(next_o + d), gain, mul(load(o + d), keep)));
   }

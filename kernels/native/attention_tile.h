@@ -37,14 +37,21 @@ class TileSession {
 // The tile intrinsics of GCC 12 do not tell the compiler which memory they read; stores before this are done.
 TS_INLINE void tiles_read_memory() { asm volatile("" ::: "memory"); }
 
-// Adds a[16 rows][k] * b[panel][k][16] to tiles 0 .. N-1 for N consecutive panels. `k` is a multiple of 16;
-// lda and panel count elements.
+// Asks for `lines` cache lines to come into the second-level cache.
+TS_INLINE void fetch_lines(const std::byte* next, int64_t lines) {
+  for (int64_t i = 0; i < lines; ++i) _mm_prefetch(reinterpret_cast<const char*>(next + i * 64), _MM_HINT_T1);
+}
+
+// Adds a[16 rows][k] * b[panel][k][16] to tiles 0 .. N-1 for N consecutive panels, and fetches as many
+// bytes at `next` as it reads at b (null: none). `k` is a multiple of 16; lda and panel count elements.
 template <int N>
-TS_INLINE void tile_products(const bf16* a, int64_t lda, const bf16* b, int64_t panel, int64_t k) {
+TS_INLINE void tile_products(const bf16* a, int64_t lda, const bf16* b, int64_t panel, int64_t k,
+                             const std::byte* next) {
   const int64_t a_stride = lda * static_cast<int64_t>(sizeof(bf16));
   int64_t i = 0;
   for (; i + 32 <= k; i += 32) {
     const bf16* rows = b + i * 16;
+    if (next != nullptr) fetch_lines(next + i * N * 32, N * 16);
     _tile_loadd(4, a + i, a_stride);
     _tile_loadd(5, rows, 64);
     _tile_dpbf16ps(0, 4, 5);
@@ -62,6 +69,7 @@ TS_INLINE void tile_products(const bf16* a, int64_t lda, const bf16* b, int64_t 
     }
   }
   if (i == k) return;
+  if (next != nullptr) fetch_lines(next + i * N * 32, N * 8);
   const bf16* rows = b + i * 16;
   _tile_loadd(6, a + i, a_stride);
   _tile_loadd(7, rows, 64);
@@ -105,29 +113,40 @@ TS_INLINE void tile_outputs_store(float* out, int64_t ldo) {
   if constexpr (N > 3) _tile_stored(3, out + 48, stride);
 }
 
+// One product as attention_vector.h's, over 16 rows of a and out.
+struct TileProduct {
+  const bf16* a;
+  int64_t lda;
+  const bf16* b;
+  int64_t panel, k;
+  float* out;
+  int64_t ldo;
+  const std::byte* next;  // what to fetch meanwhile, as many bytes as b has; or null
+};
+
 template <int N, bool Accumulate>
-TS_INLINE void tile_block(const bf16* a, int64_t lda, const bf16* b, int64_t panel, int64_t k, float* out,
-                          int64_t ldo) {
+TS_INLINE void tile_block(const TileProduct& p, int64_t first_panel) {
+  float* out = p.out + first_panel * 16;
   if constexpr (Accumulate) {
-    tile_outputs_load<N>(out, ldo);
+    tile_outputs_load<N>(out, p.ldo);
   } else {
     tile_outputs_zero<N>();
   }
-  tile_products<N>(a, lda, b, panel, k);
-  tile_outputs_store<N>(out, ldo);
+  const std::byte* next = p.next == nullptr ? nullptr : p.next + first_panel * p.k * 32;
+  tile_products<N>(p.a, p.lda, p.b + first_panel * p.panel, p.panel, p.k, next);
+  tile_outputs_store<N>(out, p.ldo);
 }
 
 template <bool Accumulate>
-TS_INLINE void tile_product(const bf16* a, int64_t lda, const bf16* b, int64_t panel, int64_t panels, int64_t k,
-                            float* out, int64_t ldo) {
+TS_INLINE void tile_product(const TileProduct& p, int64_t panels) {
   tiles_read_memory();
   int64_t j = 0;
-  for (; j + 4 <= panels; j += 4) tile_block<4, Accumulate>(a, lda, b + j * panel, panel, k, out + j * 16, ldo);
+  for (; j + 4 <= panels; j += 4) tile_block<4, Accumulate>(p, j);
   switch (panels - j) {
-    case 3: tile_block<3, Accumulate>(a, lda, b + j * panel, panel, k, out + j * 16, ldo); break;
-    case 2: tile_block<2, Accumulate>(a, lda, b + j * panel, panel, k, out + j * 16, ldo); break;
-    case 1: tile_block<1, Accumulate>(a, lda, b + j * panel, panel, k, out + j * 16, ldo); break;
-    default: break;
+    case 3: return tile_block<3, Accumulate>(p, j);
+    case 2: return tile_block<2, Accumulate>(p, j);
+    case 1: return tile_block<1, Accumulate>(p, j);
+    default: return;
   }
 }
 
@@ -145,17 +164,21 @@ struct TileEngine {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
   }
 
-  TS_INLINE void scores(const bf16* q, int, int64_t head_dim, const bf16* k, int panels, float* s, int64_t ld) {
-    tile_product<false>(q, head_dim, k, head_dim * 16, panels, head_dim, s, ld);
+  // The last argument: where the next tile's K or V lies, to be fetched meanwhile, or null.
+  TS_INLINE void scores(const bf16* q, int, int64_t head_dim, const bf16* k, int panels, float* s, int64_t ld,
+                        const bf16* next_k) {
+    const auto* next = reinterpret_cast<const std::byte*>(next_k);
+    tile_product<false>({q, head_dim, k, head_dim * 16, head_dim, s, ld, next}, panels);
   }
   // o = o * alpha + p V over the first panels * 16 positions of the page.
   TS_INLINE void accumulate(const bf16* p, int64_t ld, int rows, const bf16* v, int64_t page_size, int panels,
-                            int64_t head_dim, const float* alpha, float* o) {
+                            int64_t head_dim, const float* alpha, float* o, const bf16* next_v) {
     for (int r = 0; r < rows; ++r) {
       const f32x16 keep = set1(alpha[r]);
       for (int64_t d = 0; d < head_dim; d += 16) store(o + r * head_dim + d, mul(load(o + r * head_dim + d), keep));
     }
-    tile_product<true>(p, ld, v, page_size * 16, head_dim / 16, panels * 16, o, head_dim);
+    const auto* next = reinterpret_cast<const std::byte*>(next_v);
+    tile_product<true>({p, ld, v, page_size * 16, panels * 16, o, head_dim, next}, head_dim / 16);
   }
 };
 

@@ -41,14 +41,23 @@ struct DotBf16Widened {
 
   template <int R, int C>
   TS_INLINE void step(f32x16 (&acc)[R][C], const float* a, int64_t lda, const bf16* b, int64_t panel) {
-    f32x16 even[C], odd[C];
+    half_step<R, C, 0>(acc, a, lda, b, panel);
+    half_step<R, C, 1>(acc, a + 1, lda, b, panel);
+  }
+  // All even, then all odd elements of the pairs: both at once would not fit in AVX2's registers.
+  template <int R, int C, int Odd>
+  TS_INLINE void half_step(f32x16 (&acc)[R][C], const float* a, int64_t lda, const bf16* b, int64_t panel) {
+    f32x16 lanes[C];
 #pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) load_pairs(b + c * panel, even[c], odd[c]);
+    for (int c = 0; c < C; ++c) {
+      f32x16 other;
+      Odd ? load_pairs(b + c * panel, other, lanes[c]) : load_pairs(b + c * panel, lanes[c], other);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
-      const f32x16 x = set1(a[r * lda]), y = set1(a[r * lda + 1]);
+      const f32x16 x = set1(a[r * lda]);
 #pragma GCC unroll 8
-      for (int c = 0; c < C; ++c) acc[r][c] = fma(y, odd[c], fma(x, even[c], acc[r][c]));
+      for (int c = 0; c < C; ++c) acc[r][c] = fma(x, lanes[c], acc[r][c]);
     }
   }
   TS_INLINE void store_operand(float* p, f32x16 x) { store(p, round_to_bf16(x)); }
@@ -103,9 +112,10 @@ struct Product {
   float* out;
   int64_t ldo;
   const float* alpha;  // [R]: what out shrinks by before the product is added; unused where it is not added
+  const std::byte* next;  // what to fetch into the cache meanwhile, as many bytes as b has; or null
 };
 
-template <class Dot, bool Accumulate, int R, int C>
+template <class Dot, bool Accumulate, bool Fetch, int R, int C>
 TS_INLINE void product_block(const Product<Dot>& p, int64_t first_panel) {
   f32x16 acc[R][C];
   float* out = p.out + first_panel * 16;
@@ -118,7 +128,13 @@ TS_INLINE void product_block(const Product<Dot>& p, int64_t first_panel) {
   }
   const typename Dot::Operand* a = p.a;
   const typename Dot::Stored* b = p.b + first_panel * p.panel;
+  const std::byte* next = p.next + first_panel * p.steps * 64;
   for (int64_t i = 0; i < p.steps; ++i) {
+    if constexpr (Fetch) {
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) _mm_prefetch(reinterpret_cast<const char*>(next + c * 64), _MM_HINT_T1);
+      next += C * 64;
+    }
     Dot::step(acc, a, p.lda, b, p.panel);
     a += Dot::kDepth;
     b += Dot::kRowElements;
@@ -130,29 +146,29 @@ TS_INLINE void product_block(const Product<Dot>& p, int64_t first_panel) {
   }
 }
 
-template <class Dot, bool Accumulate, int R>
+template <class Dot, bool Accumulate, bool Fetch, int R>
 __attribute__((noinline)) void product_rows(const Product<Dot>& p, int64_t panels) {
   constexpr int C = kMaxPanels<R>;
   int64_t j = 0;
-  for (; j + C <= panels; j += C) product_block<Dot, Accumulate, R, C>(p, j);
+  for (; j + C <= panels; j += C) product_block<Dot, Accumulate, Fetch, R, C>(p, j);
   if constexpr (C > 1) {
-    if (panels - j == 1) product_block<Dot, Accumulate, R, 1>(p, j);
+    if (panels - j == 1) product_block<Dot, Accumulate, Fetch, R, 1>(p, j);
   }
   if constexpr (C > 2) {
-    if (panels - j == 2) product_block<Dot, Accumulate, R, 2>(p, j);
-    if (panels - j == 3) product_block<Dot, Accumulate, R, 3>(p, j);
+    if (panels - j == 2) product_block<Dot, Accumulate, Fetch, R, 2>(p, j);
+    if (panels - j == 3) product_block<Dot, Accumulate, Fetch, R, 3>(p, j);
   }
 }
 
-template <class Dot, bool Accumulate>
+template <class Dot, bool Accumulate, bool Fetch>
 TS_INLINE void product(const Product<Dot>& p, int rows, int64_t panels) {
   switch (rows) {
-    case 1: return product_rows<Dot, Accumulate, 1>(p, panels);
-    case 2: return product_rows<Dot, Accumulate, 2>(p, panels);
-    case 3: return product_rows<Dot, Accumulate, 3>(p, panels);
-    case 4: return product_rows<Dot, Accumulate, 4>(p, panels);
-    case 5: return product_rows<Dot, Accumulate, 5>(p, panels);
-    default: return product_rows<Dot, Accumulate, 6>(p, panels);
+    case 1: return product_rows<Dot, Accumulate, Fetch, 1>(p, panels);
+    case 2: return product_rows<Dot, Accumulate, Fetch, 2>(p, panels);
+    case 3: return product_rows<Dot, Accumulate, Fetch, 3>(p, panels);
+    case 4: return product_rows<Dot, Accumulate, Fetch, 4>(p, panels);
+    case 5: return product_rows<Dot, Accumulate, Fetch, 5>(p, panels);
+    default: return product_rows<Dot, Accumulate, Fetch, 6>(p, panels);
   }
 }
 
@@ -173,14 +189,20 @@ struct VectorEngine {
 
   TS_INLINE void store_operand(Operand* p, f32x16 x) { Dot::store_operand(p, x); }
 
+  // The last argument: where the next tile's K or V lies, to be fetched meanwhile, or null.
   TS_INLINE void scores(const Operand* q, int rows, int64_t head_dim, const Stored* k, int panels, float* s,
-                        int64_t ld) {
-    product<Dot, false>({q, head_dim, k, head_dim * 16, head_dim / Dot::kDepth, s, ld, nullptr}, rows, panels);
+                        int64_t ld, const Stored* next_k) {
+    const auto* next = reinterpret_cast<const std::byte*>(next_k);
+    const Product<Dot> p{q, head_dim, k, head_dim * 16, head_dim / Dot::kDepth, s, ld, nullptr, next};
+    next_k == nullptr ? product<Dot, false, false>(p, rows, panels) : product<Dot, false, true>(p, rows, panels);
   }
   // o = o * alpha + p V over the first panels * 16 positions of the page.
   TS_INLINE void accumulate(const Operand* p, int64_t ld, int rows, const Stored* v, int64_t page_size, int panels,
-                            int64_t head_dim, const float* alpha, float* o) {
-    product<Dot, true>({p, ld, v, page_size * 16, panels * 16 / Dot::kDepth, o, head_dim, alpha}, rows, head_dim / 16);
+                            int64_t head_dim, const float* alpha, float* o, const Stored* next_v) {
+    const auto* next = reinterpret_cast<const std::byte*>(next_v);
+    const Product<Dot> x{p, ld, v, page_size * 16, panels * 16 / Dot::kDepth, o, head_dim, alpha, next};
+    const int64_t dim_panels = head_dim / 16;
+    next_v == nullptr ? product<Dot, true, false>(x, rows, dim_panels) : product<Dot, true, true>(x, rows, dim_panels);
   }
 };
 

@@ -67,13 +67,18 @@ class RunCursor {
 // out = the rotation of x by the angles of `table`: dims i and i + D/2 form a plane.
 TS_INLINE void rotate(const float* x, const float* table, int64_t head_dim, float* out) {
   const int64_t half = head_dim / 2;
-  for (int64_t i = 0; i < half; i += 16) {
-    const mask16 live = first_lanes(static_cast<int>(half - i));
-    const f32x16 a = load_masked(x + i, live), b = load_masked(x + half + i, live);
-    const f32x16 cosine = load_masked(table + i, live), sine = load_masked(table + half + i, live);
-    store_masked(out + i, live, sub(mul(a, cosine), mul(b, sine)));
-    store_masked(out + half + i, live, add(mul(b, cosine), mul(a, sine)));
+  int64_t i = 0;
+  for (; i + 16 <= half; i += 16) {
+    const f32x16 a = load(x + i), b = load(x + half + i), cosine = load(table + i), sine = load(table + half + i);
+    store(out + i, sub(mul(a, cosine), mul(b, sine)));
+    store(out + half + i, add(mul(b, cosine), mul(a, sine)));
   }
+  if (i == half) return;
+  const mask16 live = first_lanes(static_cast<int>(half - i));
+  const f32x16 a = load_masked(x + i, live), b = load_masked(x + half + i, live);
+  const f32x16 cosine = load_masked(table + i, live), sine = load_masked(table + half + i, live);
+  store_masked(out + i, live, sub(mul(a, cosine), mul(b, sine)));
+  store_masked(out + half + i, live, add(mul(b, cosine), mul(a, sine)));
 }
 
 TS_INLINE void write_query(const float* rotated, int64_t head_dim, float* out) {
