@@ -90,8 +90,9 @@ class Request:
     num_logprobs: int
     num_prompt_logprobs: int
     expected: list[tuple[int, str | None]]
-    worst: int
+    max_new: int
     num_drawn: int = 0
+    num_drawing: int = 0  # in flight
     num_prompt_rows: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int = -1
@@ -151,7 +152,7 @@ class Harness:
         else:
             assert servable and not full
             expected = expected_stream(prompt, seed, max_new, stops)
-            self.live[id_] = Request(id_, prompt, sampling, logprobs, prompt_logprobs, expected, total)
+            self.live[id_] = Request(id_, prompt, sampling, logprobs, prompt_logprobs, expected, max_new)
         self.check_conservation()
 
     def plan(self) -> bool:
@@ -160,11 +161,9 @@ class Harness:
         step = self.scheduler.next_step()
         after = self.statuses()
         if step is None:
-            assert len(self.flying) == self.config.max_in_flight or self.flying or not self.live
+            assert self.flying or not self.live, "with no step in flight, the oldest request can always run"
             return False
         members = self.check_step(step, before, after)
-        if not self.flying:  # progress: the oldest request is never left out when it could run
-            assert next(iter(self.live)) in members
         self.flying.append((step, members))
         self.check_conservation()
         return True
@@ -179,6 +178,7 @@ class Harness:
             request = self.live[id_]
             assert (token, finish) == request.expected[request.num_drawn]
             request.num_drawn += 1
+            request.num_drawing -= 1
             if finish is not None:
                 self.end(id_)
         self.forget(members)
@@ -201,7 +201,7 @@ class Harness:
 
     def drain(self) -> None:
         """Runs until idle, within a bound that holds only if the oldest request moves on in every round."""
-        bound = 2 * sum(request.worst for request in self.live.values()) + 4
+        bound = 2 * sum(len(request.prompt) + request.max_new for request in self.live.values()) + 4
         for _ in range(bound):
             if self.scheduler.is_idle:
                 break
@@ -254,6 +254,9 @@ class Harness:
         assert step.is_decode_only == (not chunks)
         members = sorted(decodes) + sorted(chunks)
         assert len(members) == step.num_seqs
+        # Arrival order: who cannot join a step keeps all younger requests out of it.
+        able = [id_ for id_, request in self.live.items() if request.num_drawn + request.num_drawing < request.max_new]
+        assert sorted(members) == able[: len(members)]
 
         rows = list(step.rows)
         for s, id_ in enumerate(members):
@@ -303,6 +306,7 @@ class Harness:
             draws = positions[-1] + 1 == len(known)
         if draws:
             expected.append((request.id, False, positions[-1] + 1))
+            request.num_drawing += 1
         assert rows[: len(expected)] == expected
         offset = step.num_logit_rows - len(rows)
         for r, (_, is_prompt_row, position) in enumerate(expected, offset):
