@@ -27,6 +27,7 @@ LAYERS: dict[str, int] = {
     "tokenspeed.compile": 5,
     "tokenspeed.runtime": 5,
     "tokenspeed.cli": 6,
+    "tokenspeed.__main__": 7,
 }
 RUNTIME_MAY_IMPORT = {"jinja2", "markupsafe", "prometheus_client", "starlette", "tokenizers", "uvicorn", "uvloop"}
 CPP_MAY_INCLUDE = {

@@ -46,7 +46,7 @@ FIELDS: tuple[Field, ...] = (
     Field("max_num_seqs", 64, "most sequences that run at once", 1, 4096),
     Field("max_prefill_tokens", 2048, "most tokens in one step, prefill chunks and decodes together", 1, 65536),
     Field("max_logit_rows", None, "most rows of logits in one step (default: max_num_seqs)", 1, 65536),
-    Field("page_size", 64, "positions in one KV page; a multiple of 32", 32, 1024),
+    Field("page_size", 64, "positions in one KV page; a multiple of 32", 32, 256),
     Field("split_positions", 1024, "attention restarts its sums at every multiple of this position", 32, 1 << 24),
     Field("targets", None, "machines that the artifact runs on"),
 )

@@ -34,7 +34,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--max-waiting", type=int, default=1024, metavar="N",
                         help="requests that may wait before clients get 429 (default: %(default)s)")  # fmt: skip
     parser.add_argument("--max-step-tokens", type=int, metavar="N",
-                        help="tokens of a step; fewer stall running replies less (default: the artifact's)")  # fmt: skip
+                        help="tokens of a step; fewer stall running replies less (default: as built)")  # fmt: skip
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                         help="how long SIGTERM lets running requests finish (default: %(default)s)")  # fmt: skip
     parser.add_argument("--access-log", action="store_true", help="log every request on stderr")
