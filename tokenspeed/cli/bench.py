@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from typing import Any
 
@@ -101,10 +102,14 @@ def _report_profile(args: argparse.Namespace, rows: list[tuple[str, float]]) -> 
     if args.json:
         print_json([{"node": name, "seconds": seconds} for name, seconds in rows])
         return
-    total = sum(seconds for _, seconds in rows)
+    kinds: dict[str, list[float]] = {}  # nodes of all layers together: layers.7.gated counts as layers.*.gated
     for name, seconds in rows:
-        print(f"{name:<24}{seconds * 1e6:>10.0f} us{seconds / total:>7.1%}")
-    print(f"{'total':<24}{total * 1e6:>10.0f} us")
+        kinds.setdefault(re.sub(r"\d+", "*", name), []).append(seconds)
+    total = sum(seconds for _, seconds in rows)
+    print(f"{'node':<32}{'times':>6}{'us':>10}{'share':>8}")
+    for kind, times in kinds.items():
+        print(f"{kind:<32}{len(times):>6}{sum(times) * 1e6:>10.0f}{sum(times) / total:>8.1%}")
+    print(f"{'total':<32}{len(rows):>6}{total * 1e6:>10.0f}")
 
 
 def _sizes(option: str, text: str) -> list[int]:

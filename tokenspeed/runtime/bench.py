@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tokenspeed import _native
+from tokenspeed.errors import UsageError
 from tokenspeed.runtime.engine import Engine
 from tokenspeed.runtime.request import EngineEvent, SamplingParams
 
@@ -86,6 +87,26 @@ def measure(
             speeds[case].append(run_case(engine, case, seed=number))
     best = Ceilings(max(c.read_bandwidth for c in ceilings), max(c.matmul for c in ceilings))
     return [_figure(engine, case, speeds[case], best) for case in fitting], best
+
+
+def profile(engine: Engine, case: Case) -> list[tuple[str, float]]:
+    """Seconds of every node of one step of ``case``, in order. The engine must be idle.
+
+    A scheduler of its own plans the step; a decode case first prefills its sequences.
+    """
+    if not _fits(engine, case):
+        raise UsageError(f"{case} is beyond what the artifact was built for")
+    decode = case.kind == "decode"
+    scheduler = engine.new_scheduler()
+    for i in range(case.size if decode else 1):
+        prompt = _prompt(engine, DECODE_PROMPT_TOKENS if decode else case.size, i)
+        scheduler.submit(i, prompt, _native.RequestParams(max_new_tokens=2, temperature=0.0))
+    while (step := scheduler.next_step()) is not None:
+        if not decode or step.num_tokens == step.num_seqs == case.size:
+            return engine.loaded.executor.profile(step)
+        outputs = engine.loaded.executor.wait(engine.loaded.executor.submit(step), step.num_logit_rows)
+        scheduler.commit(step.id, outputs.tokens)
+    raise AssertionError("the scheduler planned no such step")
 
 
 def peak_memory_bytes() -> int:

@@ -110,17 +110,16 @@ class Engine:
         self.loaded = loaded
         self.info = _info(loaded)
         self._executor = loaded.executor
-        self._scheduler = _native.Scheduler(
-            _native.SchedulerConfig(
-                max_num_seqs=min(envelope.max_num_seqs, step_tokens),
-                max_prefill_tokens=step_tokens,
-                max_logit_rows=min(envelope.max_logit_rows, step_tokens),
-                max_model_len=envelope.max_model_len,
-                page_size=envelope.page_size,
-                num_pages=loaded.num_pages,
-                max_waiting=max_waiting,
-            )
+        self._config = _native.SchedulerConfig(
+            max_num_seqs=min(envelope.max_num_seqs, step_tokens),
+            max_prefill_tokens=step_tokens,
+            max_logit_rows=min(envelope.max_logit_rows, step_tokens),
+            max_model_len=envelope.max_model_len,
+            page_size=envelope.page_size,
+            num_pages=loaded.num_pages,
+            max_waiting=max_waiting,
         )
+        self._scheduler = self.new_scheduler()
         self._max_waiting = max_waiting
         self._live: dict[int, _Live] = {}
         self._inbox: deque[_Submission | int] = deque()  # submissions, and ids to abort, in order of arrival
@@ -146,6 +145,10 @@ class Engine:
             "checkpoint": asdict(manifest.model),
             "load_seconds": self.loaded.seconds,
         }
+
+    def new_scheduler(self) -> Any:
+        """A scheduler with nothing in it, for this engine's artifact and pages."""
+        return _native.Scheduler(self._config)
 
     # -- from any thread ---------------------------------------------------------------------------------
 

@@ -56,10 +56,19 @@ class Executor:
 
     def submit(self, step: Step) -> Any:
         """Start ``step``; returns a ticket for ``wait``."""
+        self._stage(step)
+        return self.device.submit(self.graph_for(step), step.num_tokens, step.num_seqs, step.num_logit_rows)
+
+    def profile(self, step: Step) -> list[tuple[str, float]]:
+        """Run ``step`` once, timing each node: (name, seconds) in order."""
+        self._stage(step)
+        rows = self.device.profile(self.graph_for(step), step.num_tokens, step.num_seqs, step.num_logit_rows)
+        return [(str(name), float(seconds)) for name, seconds in rows]
+
+    def _stage(self, step: Step) -> None:
         for name, destination in self._inputs:
             source = memoryview(getattr(step, name))
             destination[: len(source)] = source
-        return self.device.submit(self.graph_for(step), step.num_tokens, step.num_seqs, step.num_logit_rows)
 
     def wait(self, ticket: Any, num_logit_rows: int) -> StepOutputs:
         """Block until the step of ``ticket`` is done. Raises _native.DeviceError if the device failed."""
