@@ -100,7 +100,8 @@ def profile(engine: Engine, case: Case) -> list[tuple[str, float]]:
     scheduler = engine.new_scheduler()
     for i in range(case.size if decode else 1):
         prompt = _prompt(engine, DECODE_PROMPT_TOKENS if decode else case.size, i)
-        scheduler.submit(i, prompt, _native.RequestParams(max_new_tokens=2, temperature=0.0))
+        greedy = _native.RequestParams(max_new_tokens=2, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
+        scheduler.submit(i, prompt, greedy)
     while (step := scheduler.next_step()) is not None:
         if not decode or step.num_tokens == step.num_seqs == case.size:
             return engine.loaded.executor.profile(step)
