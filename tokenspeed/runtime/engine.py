@@ -170,6 +170,7 @@ class Engine:
             EngineClosedError: the engine is draining.
         """
         params = resolve(prompt_ids, params, self.info)
+        assert params.max_tokens is not None  # resolved
         if seed is None:
             seed = params.seed if params.seed is not None else secrets.randbits(64)
         stop_ids = frozenset(params.stop_token_ids) | (

@@ -12,7 +12,7 @@ from tokenspeed.artifact import TargetSection
 from tokenspeed.bucket import BucketTable
 from tokenspeed.step import INPUTS, PlacedTensor
 
-_FORMATS = {"int32": "i", "int64": "q", "uint64": "Q", "float32": "f"}
+_FORMATS: dict[str, Any] = {"int32": "i", "int64": "q", "uint64": "Q", "float32": "f"}
 
 
 class Step(Protocol):

@@ -1,0 +1,262 @@
+# Types of the compiled module; made by `python -m nanobind.stubgen -m tokenspeed._native`. A test keeps it equal to that.
+"""TokenSpeed's C++: the scheduler (control plane) and the CPU device."""
+
+from collections.abc import Sequence
+
+
+class QueueFull(Exception):
+    pass
+
+class SchedulerConfig:
+    """The envelope's limits. Scheduler(config) checks them."""
+
+    def __init__(self, max_num_seqs: int, max_prefill_tokens: int, max_logit_rows: int, max_model_len: int, page_size: int, num_pages: int, max_waiting: int, max_in_flight: int = 1) -> None: ...
+
+    @property
+    def max_num_seqs(self) -> int: ...
+
+    @property
+    def max_prefill_tokens(self) -> int: ...
+
+    @property
+    def max_logit_rows(self) -> int: ...
+
+    @property
+    def max_model_len(self) -> int: ...
+
+    @property
+    def page_size(self) -> int: ...
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def max_waiting(self) -> int: ...
+
+    @property
+    def max_in_flight(self) -> int: ...
+
+class RequestParams:
+    """
+    What one request asks of the scheduler. num_logprobs and num_prompt_logprobs: -1 is none.
+    """
+
+    def __init__(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float, seed: int, num_logprobs: int = -1, num_prompt_logprobs: int = -1, stop_token_ids: Sequence[int] = []) -> None: ...
+
+class Step:
+    """
+    One forward pass. Arrays are read-only memoryviews named as tokenspeed/step.py INPUTS;
+    page_table is flat, num_seqs * pages per sequence. They keep the step's memory alive.
+    """
+
+    @property
+    def id(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def num_seqs(self) -> int: ...
+
+    @property
+    def num_logit_rows(self) -> int: ...
+
+    @property
+    def is_decode_only(self) -> bool:
+        """Every sequence is one decode: no prefill chunk."""
+
+    @property
+    def rows(self) -> list[tuple[int, bool, int]]:
+        """
+        (request_id, is_prompt_row, position of the token asked for or drawn) of every logit row.
+        """
+
+    @property
+    def token_ids(self) -> memoryview: ...
+
+    @property
+    def positions(self) -> memoryview: ...
+
+    @property
+    def slot_mapping(self) -> memoryview: ...
+
+    @property
+    def cu_seqlens(self) -> memoryview: ...
+
+    @property
+    def context_lens(self) -> memoryview: ...
+
+    @property
+    def page_table(self) -> memoryview: ...
+
+    @property
+    def logit_rows(self) -> memoryview: ...
+
+    @property
+    def logit_target(self) -> memoryview: ...
+
+    @property
+    def temperature(self) -> memoryview: ...
+
+    @property
+    def top_p(self) -> memoryview: ...
+
+    @property
+    def min_p(self) -> memoryview: ...
+
+    @property
+    def top_k(self) -> memoryview: ...
+
+    @property
+    def seed(self) -> memoryview: ...
+
+    @property
+    def draw_position(self) -> memoryview: ...
+
+    @property
+    def num_logprobs(self) -> memoryview: ...
+
+    @property
+    def state_slot(self) -> memoryview: ...
+
+class Scheduler:
+    """
+    Decides what runs in the next step (docs/scheduler.md). Not thread-safe: one thread owns it.
+    """
+
+    def __init__(self, config: SchedulerConfig) -> None: ...
+
+    def submit(self, request_id: int, prompt: Sequence[int], params: RequestParams) -> None:
+        """
+        Queues a request. QueueFull when max_waiting wait; ValueError for one that could never be served.
+        """
+
+    def next_step(self) -> Step | None:
+        """
+        Plans a step. None: nothing can run now; commit first if a step is in flight.
+        """
+
+    def commit(self, step_id: int, tokens: memoryview) -> list[tuple[int, int, str | None]]:
+        """
+        The oldest step has run; tokens is int32[num_logit_rows]. Returns (request_id, token, finish) of the
+        drawn rows in row order, without requests that have ended; finish is None, 'stop' or 'length'.
+        """
+
+    def fail_step(self, step_id: int) -> list[int]:
+        """
+        The oldest step failed on the device: returns the requests that end with it.
+        """
+
+    def abort(self, request_id: int) -> bool:
+        """
+        Ends a request; False if it is unknown or has ended. Its pages are free at once, or when the last step
+        in flight that uses them is over. No event of it follows.
+        """
+
+    def requests(self) -> list[tuple[int, str, int, int, int]]:
+        """
+        (request_id, state, steps in flight, pages, positions) of every request, in order of id.
+        """
+
+    @property
+    def num_waiting(self) -> int: ...
+
+    @property
+    def num_running(self) -> int: ...
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps in flight."""
+
+    @property
+    def num_pages(self) -> int: ...
+
+    @property
+    def num_free_pages(self) -> int: ...
+
+    @property
+    def num_preemptions(self) -> int:
+        """Since the start."""
+
+    @property
+    def is_idle(self) -> bool:
+        """No request is known and no step is in flight."""
+
+KERNEL_ABI: int = 1
+
+class GraphError(Exception):
+    pass
+
+class DeviceError(Exception):
+    pass
+
+class RegionBuffer:
+    """What a memoryview from CpuDevice.view exports; not for direct use."""
+
+class CpuDevice:
+    """
+    Regions of memory, LaunchGraphs and a fixed pool of workers that run them, one step after
+    another. After seal() nothing is allocated or loaded any more. Usable from any thread.
+    """
+
+    def __init__(self, num_workers: int, pin: bool = False) -> None:
+        """
+        Start num_workers threads, each bound to a core if `pin`. Raises DeviceError.
+        """
+
+    def load_weights(self, path: str, file_offset: int, nbytes: int) -> None:
+        """
+        Read a range of a file into region weights, with all workers. Raises DeviceError.
+        """
+
+    def allocate(self, region: str, nbytes: int) -> None:
+        """Allocate region kv, arena, io or state, zeroed. Raises DeviceError."""
+
+    def view(self, region: str) -> memoryview:
+        """
+        A region's bytes; writable, but for weights. It may outlive the device. Raises DeviceError.
+        """
+
+    def load_graph(self, data: bytes, kv_page_stride: int) -> int:
+        """
+        Check a LaunchGraph and bind it to the regions; returns its handle. KV pages are kv_page_stride bytes
+        apart. Raises GraphError, naming node and argument, for a graph that this device must not run.
+        """
+
+    def submit(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_offset: int = 0) -> int:
+        """
+        Queue a step behind those in flight (8 at most) and return its ticket. Sizes must lie within the
+        graph's bucket. `io_offset` (bytes, a multiple of 64) selects the step's own set of inputs and outputs.
+        """
+
+    def wait(self, ticket: int) -> None:
+        """Sleep until the step of `ticket`, and all before it, are done."""
+
+    def profile(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_offset: int = 0) -> list[tuple[str, float]]:
+        """Run one step and return (node name, seconds) for each node, in order."""
+
+    def seal(self) -> None:
+        """From here on allocate, load_weights and load_graph raise DeviceError."""
+
+    def counters(self) -> dict[str, int | float]:
+        """
+        What the device has done so far: steps, nodes, graphs_loaded, regions_allocated, bytes_allocated,
+        graphs_loaded_after_seal, allocations_after_seal, refused_after_seal, worker_sleeps, busy_seconds.
+        """
+
+    def close(self) -> None:
+        """Finish the steps in flight and end the workers; idempotent."""
+
+    @property
+    def num_workers(self) -> int: ...
+
+def kernel_table() -> list[tuple[str, str, int]]:
+    """Every native kernel: (symbol, signature, scratch bytes per worker)."""
+
+def measure_read_bandwidth(num_workers: int, nbytes: int) -> float:
+    """Bytes per second that num_workers threads read from nbytes of memory."""
+
+def measure_matmul(dtype: str, num_workers: int) -> float:
+    """
+    FLOP per second of num_workers threads with the best instruction for 'float32' or 'bfloat16'.
+    """
