@@ -4,37 +4,25 @@
 #include <string_view>
 
 #include "abi.h"
+#include "attention.h"
 #include "embedding.h"
 #include "gather.h"
-#include "norm.h"
-#include "sample.h"
-#if __has_include("linear_entries.inc")
 #include "linear.h"
-#endif
-#if __has_include("attention_entries.inc")
-#include "attention.h"
-#endif
-#if __has_include("rope_entries.inc")
+#include "norm.h"
 #include "rope.h"
-#endif
+#include "sample.h"
 
 namespace tokenspeed::kernels {
 namespace {
 
 constexpr KernelEntry kUnsorted[] = {
+#include "attention_entries.inc"
 #include "embedding_entries.inc"
 #include "gather_entries.inc"
-#include "norm_entries.inc"
-#include "sample_entries.inc"
-#if __has_include("linear_entries.inc")
 #include "linear_entries.inc"
-#endif
-#if __has_include("attention_entries.inc")
-#include "attention_entries.inc"
-#endif
-#if __has_include("rope_entries.inc")
+#include "norm_entries.inc"
 #include "rope_entries.inc"
-#endif
+#include "sample_entries.inc"
 };
 
 constexpr bool symbol_less(const KernelEntry& a, const KernelEntry& b) {
