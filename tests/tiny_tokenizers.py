@@ -26,6 +26,11 @@ CONFIG: dict[str, Any] = {
 
 
 def byte_level(**config: Any) -> Tokenizer:
+    """``byte_level_json`` with CONFIG, or what ``config`` changes of it."""
+    return Tokenizer(byte_level_json(), {**CONFIG, **config})
+
+
+def byte_level_json() -> bytes:
     """Every byte, a few merges; ids 0 to 2 are special, an added token with spaces follows the vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("Ġw", "o"), ("Ã", "©")]
@@ -35,7 +40,7 @@ def byte_level(**config: Any) -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     backend.add_tokens([AddedToken("two words", special=False, normalized=False)])
-    return Tokenizer(backend.to_str().encode(), {**CONFIG, **config})
+    return bytes(backend.to_str().encode())
 
 
 def byte_fallback(**config: Any) -> Tokenizer:

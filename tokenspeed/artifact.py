@@ -21,7 +21,7 @@ import json
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -207,11 +207,16 @@ class Artifact:
     def open(cls, path: str | os.PathLike[str]) -> Artifact:
         """Open the artifact at ``path``. Raises ArtifactError if there is none, or if its manifest is damaged."""
         path = Path(path)
-        if path.is_dir():
+        if (path / MANIFEST).is_file():  # before walking what may be a home directory
             names = (p for p in sorted(path.rglob("*")) if p.is_file())
             return cls(path, {p.relative_to(path).as_posix(): Location(p, 0, p.stat().st_size) for p in names})
         if path.is_file():
             return cls(path, _tar_locations(path))
+        if path.is_dir():
+            raise ArtifactError(
+                f"{path}: the file {MANIFEST} is missing: this folder is no artifact, or a part of one",
+                hint="check the path, or build one with `tokenspeed build CHECKPOINT -o PATH`",
+            )
         raise ArtifactError(
             f"no artifact at {path}: need a directory or a .tar file made by `tokenspeed build`",
             hint="check the path, or build one with `tokenspeed build CHECKPOINT -o PATH`",
@@ -295,35 +300,64 @@ def publishing(path: Path, *, force: bool = False, archive: bool = False) -> Ite
     With ``archive`` what appears is one uncompressed tar of the folder, the same bytes every time.
 
     Raises:
-        ArtifactError: ``path`` exists and ``force`` is false.
+        ArtifactError: ``path`` exists and ``force`` is false, or it is something else than an artifact.
         ResourceError: the disk is full or the folder cannot be written.
     """
-    if path.exists() and not force:
-        raise ArtifactError(f"{path} exists already", hint="choose another path with -o, or pass --force to replace it")
-    temporary = path.parent / f".{path.name}.building-{os.getpid()}"
-    packed = path.parent / f".{path.name}.packing-{os.getpid()}"
+    place = _destination(path, force)
+    temporary = place.parent / f".{place.name}.building-{os.getpid()}"
+    packed = place.parent / f".{place.name}.packing-{os.getpid()}"
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
         yield temporary
         if archive:
             _pack(temporary, packed)
         _sync_tree(packed if archive else temporary)
-        _replace(packed if archive else temporary, path)
-        _sync(path.parent)
+        _replace(packed if archive else temporary, place)
+        _sync(place.parent)
     except OSError as e:
         if e.errno in (errno.ENOSPC, errno.EDQUOT):
             raise ResourceError(
                 f"the disk is full while writing {path}: nothing was published",
                 hint="free some space, or write the artifact elsewhere with -o",
             ) from e
-        if e.errno in (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EIO, errno.EFBIG):
-            raise ResourceError(f"cannot write {path}: {e.strerror}", hint="choose another path with -o") from e
-        raise
+        raise ResourceError(
+            f"cannot write {path}: {e.strerror or e}: nothing was published", hint="choose another path with -o"
+        ) from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-        packed.unlink(missing_ok=True)
+        with suppress(OSError):
+            packed.unlink()
+
+
+def _destination(path: Path, force: bool) -> Path:
+    """``path`` with links resolved, which is free, or an artifact that ``force`` may replace."""
+    try:
+        place = path.resolve()
+        exists = place.exists()
+        replaceable = exists and _may_replace(place)
+    except (OSError, ValueError, RuntimeError) as e:  # not allowed, a NUL in the name, a loop of links
+        why = (isinstance(e, OSError) and e.strerror) or e
+        raise ResourceError(f"cannot write {path}: {why}", hint="choose another path with -o") from None
+    if exists and not force:
+        raise ArtifactError(f"{path} exists already", hint="choose another path with -o, or pass --force to replace it")
+    if exists and not replaceable:
+        raise ArtifactError(
+            f"{path} is no artifact: --force replaces only what `tokenspeed build` made",
+            hint="choose another path with -o, or remove what is there yourself",
+        )
+    return place
+
+
+def _may_replace(path: Path) -> bool:
+    """Whether ``path`` is an artifact, damaged or not, or an empty folder: nothing else is ever overwritten."""
+    if path.is_dir():
+        return {MANIFEST, DIGEST} <= {p.name for p in path.iterdir()} or not any(path.iterdir())
+    try:
+        return path.is_file() and {MANIFEST, DIGEST} <= _tar_locations(path).keys()
+    except ArtifactError:
+        return False
 
 
 def seal(folder: Path, manifest: Manifest) -> str:
@@ -373,7 +407,7 @@ def _replace(new: Path, path: Path) -> None:
     path.rename(old)
     try:
         new.rename(path)
-    except OSError:
+    except BaseException:  # Ctrl-C as well
         old.rename(path)
         raise
     shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()

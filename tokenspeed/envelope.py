@@ -253,8 +253,8 @@ def _check(field: Field, value: Any, source: str) -> Any:
             raise EnvelopeError(f"{where} is empty; name at least one target")
         return tuple(str(t) for t in parsed)
     if field.name == "model":
-        if not isinstance(value, str) or not value.strip():
-            raise EnvelopeError(f"{where} is {value!r}; it must be a non-empty name")
+        if not isinstance(value, str) or not value.strip() or not value.isprintable():
+            raise EnvelopeError(f"{where} is {value!r}; it must be a non-empty name of printable characters")
         return value
     if isinstance(value, bool) or not isinstance(value, int):
         raise EnvelopeError(f"{where} is {value!r}; it must be a whole number")

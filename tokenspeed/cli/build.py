@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from tokenspeed.cli.options import Subparsers, add_command, add_json, print_json, require_builder
 
@@ -55,6 +57,11 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    with _unwinding_when_told_to_stop():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     builder = require_builder("tokenspeed.compile.build")
     flags = {name: getattr(args, name) for name in (*_FLAGS, "targets")}
     if args.print_envelope:
@@ -80,10 +87,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+@contextmanager
+def _unwinding_when_told_to_stop() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a build as an error does, so that what it had half written goes."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def size_of(nbytes: int) -> str:
     return f"{nbytes / 1e6:.0f} MB" if nbytes < 10**9 else f"{nbytes / 1e9:.1f} GB"
-
-
-def default_output(name: str) -> Path:
-    """Where an artifact goes when nobody says."""
-    return Path("artifacts") / name

@@ -31,6 +31,8 @@ def run(args: argparse.Namespace) -> int:
     path = Path(args.onnx)
     if path.exists() and not args.force:
         raise UsageError(f"{path} exists already", hint="choose another file, or pass --force to replace it")
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{path} is no file: --force replaces only files", hint="choose another file")
     require_builder("onnx")
     builder = require_builder("tokenspeed.compile.build")
     builder.export_onnx(args.checkpoint, path, max_model_len=args.max_model_len, progress=builder.Progress(sys.stderr))

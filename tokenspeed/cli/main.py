@@ -6,12 +6,14 @@ Data goes to stdout, everything else to stderr. Exit codes are those of ``tokens
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
+from collections.abc import Sequence
 from importlib import import_module
 
 from tokenspeed import __version__
-from tokenspeed.errors import TokenSpeedError
+from tokenspeed.errors import ResourceError, TokenSpeedError
 
 COMMANDS = ("build", "run", "serve", "inspect", "explain", "verify", "bench", "doctor", "export")
 
@@ -42,11 +44,32 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: list[str] | None = None) -> int:
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse a command line; exits with 2 if it is malformed."""
+    parser = build_parser()
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes an optional positional for absent once an option follows the one before it, and then does not
+    # know the real one: `run ARTIFACT --raw PROMPT`.
+    late = getattr(args, "optional_positional", None)
+    if rest and late is not None and getattr(args, late) is None:
+        values = rest[1:] if rest[0] == "--" else rest
+        if len(values) == 1 and (values is not rest or not values[0].startswith("-")):
+            setattr(args, late, values[0])
+            rest = []
+    if rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return args
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    args = build_parser().parse_args(argv)
+    _tolerate_narrow_terminals()
+    args = parse(argv)
     try:
-        return int(args.run(args) or 0)
+        code = int(args.run(args) or 0)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # here, where a full disk can still be reported
+        return code
     except TokenSpeedError as e:
         print(f"error: {e.message}", file=sys.stderr)
         if e.hint:
@@ -56,6 +79,20 @@ def main(argv: list[str] | None = None) -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader of our output has gone (as `| head` does); the interpreter's own flush must not complain.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _discard_stdout()  # its reader has gone, as `| head` does
         return 0
+    except OSError as e:
+        _discard_stdout()
+        print(f"error: {f'{e.filename}: ' if e.filename else ''}{e.strerror or e}", file=sys.stderr)
+        return ResourceError.exit_code
+
+
+def _tolerate_narrow_terminals() -> None:
+    """Text that stdout's encoding lacks becomes '?'; a path with undecodable bytes is printed as it is."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape" if sys.stdout.encoding.lower() == "utf-8" else "replace")
+
+
+def _discard_stdout() -> None:
+    """What is still buffered goes nowhere, so that the interpreter's own flush at exit cannot fail again."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

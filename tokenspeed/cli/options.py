@@ -69,8 +69,13 @@ def load_options(args: argparse.Namespace) -> LoadOptions:
 
 
 def print_json(data: Any) -> None:
-    json.dump(data, sys.stdout, indent=2, ensure_ascii=False)
-    print()
+    """Indented JSON on stdout; with escapes where stdout's encoding cannot hold the text itself."""
+    text = json.dumps(data, indent=2, ensure_ascii=False)
+    try:
+        text.encode(sys.stdout.encoding if sys.stdout is not None else "utf-8")
+    except UnicodeEncodeError:
+        text = json.dumps(data, indent=2)
+    print(text)
 
 
 def require_builder(module: str) -> Any:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from tokenspeed.runtime.engine import Engine
     from tokenspeed.runtime.request import SamplingParams
 
+INTERRUPTED = 130
+"""Exit code after Ctrl-C, as of a process that the signal killed."""
 _CHAT_HELP = "/reset forgets the conversation, /system TEXT sets the system message, /quit or Ctrl-D leaves"
 
 
@@ -51,7 +53,7 @@ def add_parser(subparsers: Subparsers) -> None:
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     add_load_options(parser)
     add_json(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, optional_positional="prompt")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -59,8 +61,14 @@ def run(args: argparse.Namespace) -> int:
     from tokenspeed.runtime.request import SamplingParams
 
     prompt = args.prompt
-    if prompt is None and not sys.stdin.isatty():
+    if prompt is None and sys.stdin is not None and not sys.stdin.isatty():
         prompt = sys.stdin.read()
+    if prompt is None and sys.stdin is None:
+        raise UsageError("there is no PROMPT, and stdin is closed", hint="give a prompt as an argument")
+    if prompt is not None and not prompt.strip():
+        raise UsageError(
+            "the prompt is empty", hint="give some text as PROMPT or on stdin, or run in a terminal to chat"
+        )
     if args.raw and prompt is None:
         raise UsageError("--raw needs a PROMPT to complete", hint="give one, or leave --raw out to chat")
     if args.json and prompt is None:
@@ -81,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         reply = _Reply(engine, request, params, echo=not args.json)
         if args.json:
             print_json(reply.to_json())
-    return 0
+    return INTERRUPTED if reply.finish_reason == "interrupted" else 0
 
 
 def _system(text: str | None) -> list[dict[str, Any]]:

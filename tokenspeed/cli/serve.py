@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 from typing import TYPE_CHECKING
 
 from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_load_options, load_options
+from tokenspeed.errors import UsageError
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.engine import Engine
@@ -27,7 +29,7 @@ def add_parser(subparsers: Subparsers) -> None:
     add_artifact(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
-    parser.add_argument("--api-key", metavar="KEY", default=os.environ.get("TOKENSPEED_API_KEY"),
+    parser.add_argument("--api-key", metavar="KEY", default=os.environ.get("TOKENSPEED_API_KEY") or None,
                         help="require `Authorization: Bearer KEY` (default: $TOKENSPEED_API_KEY)")  # fmt: skip
     parser.add_argument("--served-model-name", metavar="NAME", action="append", default=[],
                         help="a name to answer to instead of the artifact's; repeatable")  # fmt: skip
@@ -47,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenspeed.runtime.server import ServerSettings, serve_loading
 
     options = load_options(args)
+    _check(args)
     settings = ServerSettings(
         host=args.host,
         port=args.port,
@@ -62,3 +65,16 @@ def run(args: argparse.Namespace) -> int:
         return load(args.artifact, options=options, max_waiting=args.max_waiting, max_step_tokens=args.max_step_tokens)
 
     return serve_loading(load_engine, settings)
+
+
+def _check(args: argparse.Namespace) -> None:
+    # Not the key itself in the message: it would end in a log.
+    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable() and args.api_key):
+        raise UsageError(
+            "--api-key is empty or holds more than printable ASCII", hint="leave it out to serve without a key"
+        )
+    if not 0 <= args.drain_timeout < math.inf:
+        raise UsageError(f"--drain-timeout is {args.drain_timeout}; it must be a number of seconds, 0 or more")
+    for name in args.served_model_name:
+        if not name.strip() or not name.isprintable():
+            raise UsageError(f"--served-model-name is {name!r}; it must be a name of printable characters")

@@ -123,7 +123,7 @@ def build(
             )
             for target in envelope.targets
         ]
-    path = Path(output) if output is not None else Path("artifacts") / envelope.model
+    path = Path(output) if output is not None else default_output(envelope.model)
     archive = path.suffix == ".tar"
     with publishing(path, force=force, archive=archive) as folder:
         files = _weight_files(lowered)
@@ -139,6 +139,14 @@ def build(
             digest = seal(folder, Manifest(FORMAT_VERSION, __version__, model, envelope, sections))
             nbytes = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     return BuildResult(path, digest, nbytes, progress.seconds)
+
+
+def default_output(model: str) -> Path:
+    """``artifacts/NAME``, where a name like ``org/model`` makes a folder, and none leads out of artifacts/."""
+    parts = [part for part in model.split("/") if part.strip(".")]
+    if not parts:
+        raise UsageError(f"the model name {model!r} makes no path", hint="say where the artifact goes with -o")
+    return Path("artifacts", *parts)
 
 
 def resolve_envelope(checkpoint: str | Path, *, flags: Mapping[str, Any], recipe: str | Path | None = None) -> Envelope:

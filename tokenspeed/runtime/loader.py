@@ -101,8 +101,8 @@ def plan_pages(artifact: Artifact, section: TargetSection, kv_gib: float | None)
     available = available_memory()
     fixed = section.weights_bytes + section.arena_bytes + section.io_bytes + section.state_bytes
     if kv_gib is not None:
-        if not kv_gib > 0:
-            raise UsageError(f"the KV size is {kv_gib} GiB; it must be above 0")
+        if not 0 < kv_gib < 1 << 24:
+            raise UsageError(f"the KV size is {kv_gib} GiB; it must be above 0 and at most what the memory holds")
         budget = int(kv_gib * (1 << 30))
         if budget + fixed > available:
             raise ResourceError(
@@ -119,9 +119,8 @@ def plan_pages(artifact: Artifact, section: TargetSection, kv_gib: float | None)
             f"max_model_len = {envelope.max_model_len} does not fit in memory: one sequence of that length needs"
             f" {_gib(envelope.pages_per_seq * section.kv_page_bytes)} of KV pages, and {_gib(budget)} may be used"
             f" ({_gib(available)} of memory are free)",
-            hint=f"raise --kv-gib, or rebuild with `tokenspeed build --max-model-len {fits}`"
-            if fits
-            else "free memory",
+            hint=("free memory" if kv_gib is None else "raise --kv-gib")
+            + (f", or rebuild with `tokenspeed build --max-model-len {fits}`" if fits else ""),
         )
     return int(pages)
 
@@ -191,4 +190,4 @@ def _in_background(work: Any) -> _Background:
 
 
 def _gib(nbytes: int) -> str:
-    return f"{nbytes / (1 << 30):.2f} GiB"
+    return f"{nbytes / (1 << 30):.2f} GiB" if nbytes >= 1 << 30 else f"{nbytes / (1 << 20):.1f} MiB"
