@@ -64,15 +64,13 @@ bool Scheduler::free_a_page(const Request& needy) {
   return true;
 }
 
-bool Scheduler::plan_prefills(PlannedStep& plan) {
+void Scheduler::plan_prefills(PlannedStep& plan) {
   // An incomplete prefill holds the line, so at most one exists, and it is the youngest.
   if (!running_.empty() && fsm::is<fsm::Prefilling>(running_.back()->state)) {
-    if (!plan_chunk(plan, *running_.back())) return false;
+    if (!plan_chunk(plan, *running_.back())) return;
   }
-  while (admit(plan)) {
-    if (!plan_chunk(plan, *running_.back())) return false;
+  while (admit(plan) && plan_chunk(plan, *running_.back())) {
   }
-  return true;
 }
 
 // Pages are acquired chunk by chunk, but a request enters only once the free pages cover all its known tokens

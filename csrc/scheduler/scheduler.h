@@ -102,12 +102,12 @@ class Scheduler {
   };
   static constexpr int32_t kMaxInFlight = 2;
 
-  // Planning (plan.cpp). Each returns whether younger requests may follow in the step.
+  // Planning (plan.cpp). True: younger requests may follow in the step.
   bool plan_decodes(PlannedStep& plan);
   bool plan_decode(PlannedStep& plan, Request& request);
-  bool plan_prefills(PlannedStep& plan);
   bool plan_chunk(PlannedStep& plan, Request& request);
-  bool admit(const PlannedStep& plan);
+  void plan_prefills(PlannedStep& plan);
+  bool admit(const PlannedStep& plan);  // whether the oldest waiting request now runs
   int32_t chunk_end(const PlannedStep& plan, const Request& request) const noexcept;
   void add_chunk(PlannedStep& plan, Request& request, int32_t begin, int32_t end);
   bool free_a_page(const Request& needy);
