@@ -117,7 +117,8 @@ class Engine:
             max_model_len=envelope.max_model_len,
             page_size=envelope.page_size,
             num_pages=loaded.num_pages,
-            max_waiting=max_waiting,
+            # The limit is kept in submit(); preempted requests wait too, and none of them may be refused for it.
+            max_waiting=max_waiting + envelope.max_num_seqs,
         )
         self._scheduler = self.new_scheduler()
         self._max_waiting = max_waiting
