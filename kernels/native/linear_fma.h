@@ -6,16 +6,20 @@
 namespace tokenspeed::kernels::TS_ISA {
 
 #if defined(__AVX512F__)
-struct FmaTiles {  // of 32 registers
+struct F32Tiles {  // of 32 registers
   static constexpr int kStreamRows = 12, kTileRows = 6, kTilePanels = 4;
 };
+using Bf16Tiles = F32Tiles;
 #else
-struct FmaTiles {  // of 8 pairs of registers
+struct F32Tiles {  // of 8 pairs of registers
   static constexpr int kStreamRows = 6, kTileRows = 6, kTilePanels = 1;
+};
+struct Bf16Tiles {  // splitting pairs takes registers too
+  static constexpr int kStreamRows = 5, kTileRows = 5, kTilePanels = 1;
 };
 #endif
 
-struct F32Fma : FmaTiles {
+struct F32Fma : F32Tiles {
   using Element = float;
   using Weights = f32x16;
   using Broadcast = f32x16;
@@ -28,7 +32,7 @@ struct F32Fma : FmaTiles {
 };
 
 // bf16 is the upper half of float32, so products and sums are float32's; the even k of a pair comes first.
-struct Bf16Fma : FmaTiles {
+struct Bf16Fma : Bf16Tiles {
   using Element = bf16;
   using Weights = f32x16;
   using Broadcast = f32x16;

@@ -54,6 +54,8 @@ void tile(const TileArgs& a, Prefetch& prefetch) {
   const auto step = [&] {
 #pragma GCC unroll 2
     for (int h = 0; h < Op::kHalves; ++h) {
+      // Load again for the second half: keeping what the first one loaded would spill accumulators.
+      if (h > 0) asm volatile("" : "+r"(x), "+r"(w));
       typename Op::Weights b[P];
 #pragma GCC unroll 4
       for (int p = 0; p < P; ++p) b[p] = Op::weights(w + p * panel, h);
@@ -135,7 +137,7 @@ class SimdProjector {
     }
   }
 
-  // A unit is claimed one ahead, so that its weights arrive in L2 while the current one computes.
+  // A unit is claimed one ahead, so that its operands arrive in L2 while the current one computes.
   template <class Epilogue>
   void blocked(const Invocation& inv, const UnitSpace& units, const Epilogue& epilogue) const {
     Unit now, next;
@@ -143,7 +145,7 @@ class SimdProjector {
     while (more) {
       now = next;
       more = units.claim(inv, next);
-      Prefetch prefetch = more && next.panel != now.panel ? prefetch_during(now, next) : Prefetch{};
+      Prefetch prefetch = more ? prefetch_during(now, next) : Prefetch{};
       multiply(now, prefetch, epilogue);
       epilogue(now, acc_);
     }
@@ -191,14 +193,18 @@ class SimdProjector {
     return kOne[static_cast<size_t>(rows - 1)];
   }
 
-  // The next unit's panels, spread evenly over the bursts of the current unit.
+  // What the next unit brings, spread evenly over the bursts of the current one: other panels, or the same panels
+  // and other rows.
   Prefetch prefetch_during(const Unit& now, const Unit& next) const {
+    const bool panels = next.panel != now.panel;
+    const auto* begin = reinterpret_cast<const char*>(panels ? w_ + next.panel * panel_bytes_
+                                                             : x_ + next.row * x_row_bytes_);
+    const int64_t bytes = panels ? next.num_panels * panel_bytes_ : next.num_rows * x_row_bytes_;
     const int64_t tile_rows = rows_per_tile(now.num_rows);
     const int64_t tiles = (now.num_rows + tile_rows - 1) / tile_rows *
                           ((now.num_panels + Op::kTilePanels - 1) / Op::kTilePanels);
-    const char* begin = reinterpret_cast<const char*>(w_ + next.panel * panel_bytes_);
-    const int64_t lines = (next.num_panels * Prefetch::kStepsPerBurst + tiles - 1) / tiles;
-    return {begin, begin + next.num_panels * panel_bytes_, lines * kPanelRowBytes};
+    const int64_t bursts = std::max<int64_t>(tiles * (steps_ / Prefetch::kStepsPerBurst), 1);
+    return {begin, begin + bytes, (bytes / bursts / 64 + 1) * 64};
   }
 
   const std::byte* x_;
