@@ -23,13 +23,16 @@ from tokenspeed.artifact import (
 from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.envelope import resolve
 from tokenspeed.errors import ArtifactError, ResourceError
-from tokenspeed.step import PlacedTensor
+from tokenspeed.step import INPUTS, OUTPUTS, STATE, place
 from tokenspeed.target import Target
 
 V3, V4 = Target("cpu", "x86-64-v3"), Target("cpu", "x86-64-v4")
 
 
 def manifest() -> Manifest:
+    sizes = {"T": 2, "S": 1, "P": 1, "R": 1}
+    io, io_bytes = place((*INPUTS, *OUTPUTS), sizes)
+    state, state_bytes = place(STATE, sizes)
     section = TargetSection(
         target=str(V3),
         kernel_library="native",
@@ -39,10 +42,10 @@ def manifest() -> Manifest:
         weights_bytes=64,
         arena_bytes=64,
         kv_page_bytes=64,
-        io_bytes=64,
-        io=(PlacedTensor("token_ids", "int32", (4,), 0),),
-        state_bytes=64,
-        state=(),
+        io_bytes=io_bytes,
+        io=io,
+        state_bytes=state_bytes,
+        state=state,
         buckets=(BucketEntry(Bucket(BucketKind.DECODE, 1, 1, 1), "graphs/a.tslg"),),
         cost=StepCost(1, 2, 3),
     )

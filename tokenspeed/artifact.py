@@ -22,14 +22,14 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.envelope import Envelope
 from tokenspeed.errors import ArtifactError, EnvelopeError, ResourceError
-from tokenspeed.step import PlacedTensor
+from tokenspeed.step import INPUTS, OUTPUTS, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
 FORMAT_VERSION = 1
@@ -42,6 +42,8 @@ VERIFY_LEVELS = ("structure", "quick", "full")
 digest of every file but weights; full: also the digest of the weights, and nothing that the manifest does not list."""
 
 _CHUNK = 1 << 22
+_MOST = 1 << 62  # more than any size or count
+_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class Manifest:
         try:
             raw = json.loads(data)
             version = raw["format_version"]
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise ArtifactError("manifest.json is not a manifest: it is no JSON object with a format_version") from None
         if version != FORMAT_VERSION:
             raise ArtifactError(
@@ -155,26 +157,57 @@ class Manifest:
             return cls(
                 format_version=version,
                 tokenspeed_version=raw["tokenspeed_version"],
-                model=ModelSection(**raw["model"]),
+                model=_record(ModelSection, raw["model"]),
                 envelope=Envelope.from_json(raw["envelope"]),
                 targets=tuple(_target_section(t) for t in raw["targets"]),
-                files={name: FileEntry(**entry) for name, entry in raw["files"].items()},
+                files={name: _record(FileEntry, entry) for name, entry in raw["files"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError, EnvelopeError) as e:
             raise ArtifactError(f"manifest.json is malformed: {e}", hint="rebuild the artifact") from None
 
 
+def _record(cls: type[_Record], raw: Mapping[str, Any], /, **parsed: Any) -> _Record:
+    """A dataclass from a JSON object, whose texts are texts and whose numbers count something.
+
+    Raises TypeError or ValueError. ``parsed`` replaces what needs more than that.
+    """
+    record = cls(**{**raw, **parsed})
+    for f in fields(cls):  # type: ignore[arg-type]
+        value = getattr(record, f.name)
+        if (f.type == "int" and not (type(value) is int and 0 <= value < _MOST)) or (
+            f.type == "str" and not isinstance(value, str)
+        ):
+            raise ValueError(f"{f.name} is {value!r}")
+    return record
+
+
 def _target_section(raw: dict[str, Any]) -> TargetSection:
-    placed = {
-        name: tuple(PlacedTensor(t["name"], t["dtype"], tuple(t["shape"]), t["offset"]) for t in raw[name])
-        for name in ("io", "state")
-    }
-    buckets = tuple(BucketEntry(_bucket(**entry["bucket"]), entry["graph"]) for entry in raw["buckets"])
-    return TargetSection(**{**raw, **placed, "buckets": buckets, "cost": StepCost(**raw["cost"])})
+    section = _record(
+        TargetSection,
+        raw,
+        io=_placed(raw["io"], raw["io_bytes"], (*INPUTS, *OUTPUTS)),
+        state=_placed(raw["state"], raw["state_bytes"], STATE),
+        buckets=tuple(
+            BucketEntry(_record(Bucket, e["bucket"], kind=BucketKind(e["bucket"]["kind"])), str(e["graph"]))
+            for e in raw["buckets"]
+        ),
+        cost=_record(StepCost, raw["cost"]),
+    )
+    for name in ("weights_bytes", "arena_bytes", "kv_page_bytes", "io_bytes", "state_bytes"):
+        if not getattr(section, name):
+            raise ValueError(f"{name} is 0")
+    return section
 
 
-def _bucket(kind: str, num_tokens: int, num_seqs: int, num_logit_rows: int) -> Bucket:
-    return Bucket(BucketKind(kind), num_tokens, num_seqs, num_logit_rows)
+def _placed(raw: Any, region_bytes: int, needed: Sequence[IoTensor]) -> tuple[PlacedTensor, ...]:
+    """Tensors of a region, exactly those ``needed``, each inside the region."""
+    placed = tuple(_record(PlacedTensor, t, shape=tuple(t["shape"])) for t in raw)
+    if [(t.name, t.dtype) for t in placed] != [(t.name, t.dtype) for t in needed]:
+        raise ValueError(f"the tensors of a region are {', '.join(t.name for t in placed) or 'none'}")
+    for t in placed:
+        if not all(type(n) is int and n > 0 for n in t.shape) or t.offset + t.nbytes > region_bytes:
+            raise ValueError(f"the tensor {t.name} does not lie inside its region")
+    return placed
 
 
 @dataclass(frozen=True)

@@ -138,7 +138,10 @@ class Envelope:
     def from_json(cls, data: Mapping[str, Any]) -> Envelope:
         """Read back what ``to_json`` wrote. Raises EnvelopeError on anything else."""
         try:
-            settings = {f.name: Setting(data[f.name]["value"], data[f.name]["source"]) for f in FIELDS}
+            settings = {
+                f.name: Setting(_check(f, data[f.name]["value"], "the artifact"), data[f.name]["source"])
+                for f in FIELDS
+            }
         except (KeyError, TypeError) as e:
             raise EnvelopeError(f"the stored envelope is incomplete: it lacks {e}") from None
         return cls(MappingProxyType(settings))
