@@ -40,6 +40,7 @@ def test_json_round_trip_and_incomplete_json() -> None:
     again = Envelope.from_json(envelope.to_json())
     assert again.to_json() == envelope.to_json() and again.targets == V3
     assert again.required_features == {"batch_invariant", "fixed_reduction_order", "run_invariant"}
+    assert envelope.settings["kernel_features"].source == "tightened" and make().required_features == frozenset()
     data = envelope.to_json()
     del data["dtype"]
     with pytest.raises(EnvelopeError, match="the stored envelope is incomplete: it lacks 'dtype'"):
@@ -58,6 +59,7 @@ def test_json_round_trip_and_incomplete_json() -> None:
         ({"max_logit_rows": 3}, "max_logit_rows is 3; it must lie between max_num_seqs = 64"),
         ({"page_size": 48}, "page_size is 48, but it must be a multiple of 32"),
         ({"split_positions": 100}, "split_positions is 100, but it must be a multiple of page_size = 64"),
+        ({"kernel_features": ["fast"]}, "kernel_features .set by flag. names 'fast'; the features are batch_invariant"),
         ({"model": " "}, "model .set by flag. is ' '; it must be a non-empty name"),
         ({"colour": 1}, "unknown envelope field 'colour' .set by flag."),
         ({"targets": ""}, "unknown target ''"),

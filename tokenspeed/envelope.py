@@ -23,8 +23,8 @@ DTYPES: Mapping[str, str] = MappingProxyType({
 })  # fmt: skip
 NUMERICS = ("auto", "rl-bitwise")
 SAMPLER_CAPABILITIES = ("greedy", "temperature", "top_k", "top_p", "min_p", "seed", "logprobs", "prompt_logprobs")
-RL_BITWISE_FEATURES = ("batch_invariant", "fixed_reduction_order", "run_invariant")
-"""Kernel features that `--numerics rl-bitwise` requires of every kernel it selects."""
+KERNEL_FEATURES = ("batch_invariant", "fixed_reduction_order", "run_invariant")
+"""What a kernel may guarantee of its bits; ``numerics = rl-bitwise`` requires all of it of every kernel."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,14 @@ class Field:
 FIELDS: tuple[Field, ...] = (
     Field("model", None, "name that the server answers to"),
     Field("dtype", "bfloat16", "dtype of weights, activations and KV pages: float32 or bfloat16"),
-    Field("numerics", "auto", "auto: the fastest kernels; rl-bitwise: only batch-invariant ones"),
+    Field("numerics", "auto", "auto: the fastest kernels; rl-bitwise: only those with every kernel feature"),
     Field("max_model_len", None, "longest context in tokens, prompt and output together", 1, 1 << 24),
     Field("max_num_seqs", 64, "most sequences that run at once", 1, 4096),
     Field("max_prefill_tokens", 2048, "most tokens in one step, prefill chunks and decodes together", 1, 65536),
     Field("max_logit_rows", None, "most rows of logits in one step (default: max_num_seqs)", 1, 65536),
     Field("page_size", 64, "positions in one KV page; a multiple of 32", 32, 256),
     Field("split_positions", 1024, "attention restarts its sums at every multiple of this position", 32, 1 << 24),
+    Field("kernel_features", (), "features that every selected kernel must declare"),
     Field("targets", None, "machines that the artifact runs on"),
 )
 _BY_NAME: Mapping[str, Field] = MappingProxyType({field.name: field for field in FIELDS})
@@ -118,7 +119,7 @@ class Envelope:
     @property
     def required_features(self) -> frozenset[str]:
         """Features that every selected kernel must declare."""
-        return frozenset(RL_BITWISE_FEATURES if self.numerics == "rl-bitwise" else ())
+        return frozenset(self.settings["kernel_features"].value)
 
     @property
     def step_sizes(self) -> dict[str, int]:
@@ -207,7 +208,9 @@ def resolve(
 
     settle("model", model, "checkpoint")
     settle("dtype", _BY_NAME["dtype"].default)
-    settle("numerics", _BY_NAME["numerics"].default)
+    if settle("numerics", _BY_NAME["numerics"].default) == "rl-bitwise":
+        chosen["kernel_features"] = Setting(KERNEL_FEATURES, "tightened")
+    settle("kernel_features", _BY_NAME["kernel_features"].default)
     max_model_len = settle("max_model_len", max_position_embeddings, "checkpoint")
     if max_model_len > max_position_embeddings:
         raise EnvelopeError(
@@ -255,6 +258,11 @@ def _check(field: Field, value: Any, source: str) -> Any:
         if not parsed:
             raise EnvelopeError(f"{where} is empty; name at least one target")
         return tuple(str(t) for t in parsed)
+    if field.name == "kernel_features":
+        names = value.split(",") if isinstance(value, str) else list(value)
+        if unknown := sorted(set(names) - set(KERNEL_FEATURES)):
+            raise EnvelopeError(f"{where} names {unknown[0]!r}; the features are {', '.join(KERNEL_FEATURES)}")
+        return tuple(sorted(set(names)))
     if field.name == "model":
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             raise EnvelopeError(f"{where} is {value!r}; it must be a non-empty name of printable characters")
@@ -271,4 +279,4 @@ def _plain(value: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    return ",".join(value) if isinstance(value, (tuple, list)) else str(value)
+    return (",".join(value) or "-") if isinstance(value, (tuple, list)) else str(value)

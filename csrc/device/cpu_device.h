@@ -23,7 +23,7 @@ struct DeviceCounters {
   double busy_seconds;                // from a step's start to its end, summed
 };
 
-// Methods may be called from any thread. After seal() nothing is allocated, loaded or started any more.
+// Methods may be called from any thread. After seal() no memory is allocated, no graph loaded and no thread started any more.
 class CpuDevice {
  public:
   // Throws DeviceError.

@@ -4,15 +4,11 @@
 // instruction set, so no two definitions ever meet in the linker.
 #pragma once
 
-// GCC 12 takes the undefined operands inside its own AVX-512 intrinsics for mistakes of their callers.
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 // GCC 12's AVX-512 intrinsics start from registers that are undefined on purpose, and warn about it.
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #include <immintrin.h>
-#pragma GCC diagnostic pop
 #pragma GCC diagnostic pop
 
 #include <cmath>

@@ -26,7 +26,7 @@ def add_parser(subparsers: Subparsers) -> None:
         "  tokenspeed build ./Llama-3.2-1B -o artifacts/llama --dtype bf16 --max-model-len 8192 \\\n"
         "      --target cpu:x86-64-v4+amx,cpu:x86-64-v3\n"
         "  tokenspeed build ./Llama-3.2-1B -o rl.tar --numerics rl-bitwise --print-envelope\n"
-        "  tokenspeed build ./Llama-3.2-1B -o artifacts/llama --recipe artifacts/recipes/llama-cpu.toml",
+        "  tokenspeed build ./Llama-3.2-1B -o artifacts/llama --recipe my-recipe.toml",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Hugging Face directory or GGUF file")
     parser.add_argument("-o", "--output", metavar="PATH", help="where the artifact goes; .tar makes it one file"

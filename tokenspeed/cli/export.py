@@ -33,7 +33,6 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"{path} exists already", hint="choose another file, or pass --force to replace it")
     if path.exists() and not path.is_file():
         raise UsageError(f"{path} is no file: --force replaces only files", hint="choose another file")
-    require_builder("onnx")
     builder = require_builder("tokenspeed.compile.build")
     builder.export_onnx(args.checkpoint, path, max_model_len=args.max_model_len, progress=builder.Progress(sys.stderr))
     if args.json:

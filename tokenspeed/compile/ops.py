@@ -1,7 +1,7 @@
 """The vocabulary of a Program: every kind of op, with its operands, attributes, and the rules of its types.
 
-One table, ``SCHEMAS``, is what the builder infers output types from, what the verifier checks, and what
-the interpreter, the ONNX exporter and the lowering each implement entry by entry.
+One table, ``SCHEMAS``, is what the builder infers output types from and what the verifier checks. The
+interpreter implements every entry, the ONNX exporter those of the model level, a KernelSpec one each.
 
 Dtypes: the *program dtype* (float32 or bfloat16) is what activations are rounded to where they feed a
 projection or the KV pages. The residual stream, projection outputs and logits are float32 whatever it is.

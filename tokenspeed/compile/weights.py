@@ -4,7 +4,7 @@ Layouts (a KernelSpec names one):
 
 - ``panel16``: a matrix [N][K] in panels of 16 rows, N padded with zero rows to whole panels.
   float32: [N/16][K][16]. bfloat16: [N/16][K/2][16][2], K padded with a zero column to an even number.
-- ``rows``: row-major as it is, in the Program's dtype.
+- ``rows``: row-major as it is, in the value's own dtype (norm weights and the rope table: float32).
 
 The file is a safetensors file (https://github.com/huggingface/safetensors, "Format") whose tensors start at
 multiples of 64 bytes of a data section that itself starts at one, so that it can be read straight into place.

@@ -25,7 +25,7 @@ from tokenspeed.runtime.sampling import resolve
 from tokenspeed.step import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
-    from tokenspeed.runtime.async_llm import RequestOutput
+    from tokenspeed.runtime.async_llm import Prompt, RequestOutput
 
 MAX_WAITING = 1024
 """Requests that may wait when no other limit is given; one more is refused with QueueFullError."""
@@ -223,10 +223,10 @@ class Engine:
 
     def generate(
         self,
-        prompts: str | Sequence[int] | Sequence[str] | Sequence[Sequence[int]],
+        prompts: Prompt | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
     ) -> list[RequestOutput]:
-        """Complete prompts (texts or token ids) and return their outputs in the same order. Blocks.
+        """Complete one prompt (text, token ids or chat messages) or many; outputs are in the same order. Blocks.
 
         Inside an event loop use ``AsyncLLM`` instead.
         """

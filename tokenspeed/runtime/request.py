@@ -6,8 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from tokenspeed.step import MAX_TOP_LOGPROBS  # noqa: F401  (most alternatives reported per position)
-
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -54,7 +52,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class EngineEvent:
-    """News of one request: new tokens, prompt log-probabilities (once, before any token), or its end.
+    """News of one request: new tokens, prompt log-probabilities (once, with the first token), or its end.
 
     ``logprobs`` is parallel to ``token_ids`` when they were asked for. ``prompt_logprobs`` has one entry
     per prompt token, the first of which is None. After an event with ``finish_reason`` none follows.
