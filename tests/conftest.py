@@ -38,3 +38,21 @@ def smollm2_artifacts(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFacto
     for dtype in ("float32", "bfloat16"):
         build(smollm2_gguf, folder / dtype, dtype=dtype, model="smollm2")
     return {dtype: folder / dtype for dtype in ("float32", "bfloat16")}
+
+
+@pytest.fixture(scope="session")
+def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama of a few kilobytes with a tokenizer (see tiny_artifact.py). Not to be changed."""
+    from tiny_artifact import write_checkpoint
+
+    return write_checkpoint(tmp_path_factory.mktemp("tiny") / "tiny-llama")
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tiny_checkpoint: Path) -> Path:
+    """Its float32 artifact for this machine, with 65536 positions and 8 sequences. Not to be changed."""
+    from tokenspeed.compile.build import build
+
+    path = tiny_checkpoint.parent / "artifact"
+    build(tiny_checkpoint, path, dtype="float32", max_num_seqs=8)
+    return path

@@ -43,7 +43,7 @@ def hf_config(config: ModelConfig, **changes: Any) -> dict[str, Any]:
         "max_position_embeddings": config.max_position_embeddings,
         "tie_word_embeddings": config.tie_word_embeddings,
         "bos_token_id": 0,
-        "eos_token_id": 2,
+        "eos_token_id": None,
         **changes,
     }
 
@@ -51,11 +51,14 @@ def hf_config(config: ModelConfig, **changes: Any) -> dict[str, Any]:
 def write_checkpoint(
     directory: Path, config: ModelConfig | None = None, *, num_shards: int = 1, seed: int = 0, **changes: Any
 ) -> Path:
-    """A Hugging Face directory; ``changes`` go to its config.json. Returns ``directory``."""
+    """A Hugging Face directory; ``changes`` go to its config.json. Returns ``directory``.
+
+    There is no end token: a reply is as long as it is asked to be.
+    """
     config = config or tiny()
     write_hf(directory, hf_config(config, **changes), tiny_weights(config, seed), num_shards=num_shards)
     (directory / "tokenizer.json").write_bytes(byte_level_json())
-    settings = {"chat_template": CHATML, "bos_token": "<|endoftext|>", "eos_token": "<|im_end|>"}
+    settings = {"chat_template": CHATML, "bos_token": "<|endoftext|>", "eos_token": None}
     (directory / "tokenizer_config.json").write_text(json.dumps(settings))
     return directory
 
