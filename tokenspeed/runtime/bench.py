@@ -92,20 +92,21 @@ def measure(
 def profile(engine: Engine, case: Case) -> list[tuple[str, float]]:
     """Seconds of every node of one step of ``case``, in order. The engine must be idle.
 
-    A scheduler of its own plans the step; a decode case first prefills its sequences.
+    A scheduler of its own plans the step; a decode case first prefills its sequences. The step runs once before it
+    is timed, so that the operating system has handed out the KV pages it writes.
     """
     if not _fits(engine, case):
         raise UsageError(f"{case} is beyond what the artifact was built for")
-    decode = case.kind == "decode"
+    decode, executor = case.kind == "decode", engine.loaded.executor
     scheduler = engine.new_scheduler()
     for i in range(case.size if decode else 1):
         prompt = _prompt(engine, DECODE_PROMPT_TOKENS if decode else case.size, i)
         greedy = _native.RequestParams(max_new_tokens=2, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
         scheduler.submit(i, prompt, greedy)
     while (step := scheduler.next_step()) is not None:
+        outputs = executor.wait(executor.submit(step), step.num_logit_rows)
         if not decode or step.num_tokens == step.num_seqs == case.size:
-            return engine.loaded.executor.profile(step)
-        outputs = engine.loaded.executor.wait(engine.loaded.executor.submit(step), step.num_logit_rows)
+            return executor.profile(step)
         scheduler.commit(step.id, outputs.tokens)
     raise AssertionError("the scheduler planned no such step")
 
