@@ -214,7 +214,7 @@ class Bench {
   double measure(double budget, const Call& call) {
     std::vector<double> seconds;
     const double start = now_seconds();
-    for (int64_t n = 0; seconds.size() < 12 || now_seconds() - start < budget; ++n) seconds.push_back(call(n % layers_));
+    for (int64_t n = 0; n < 12 || now_seconds() - start < budget; ++n) seconds.push_back(call(n % layers_));
     return tenth_percentile(seconds);
   }
 
@@ -299,9 +299,10 @@ int main(int argc, char** argv) {
       const double t = bench.measure(seconds, [&](int64_t layer) { return bench.attention_seconds(layer); });
       const double rope = bench.measure(seconds / 4, [&](int64_t layer) { return bench.rope_seconds(layer); });
       const double least = std::max(bench.kv_bytes() / bandwidth, bench.flops() / peak);
-      std::printf("%-8s %4ld %6ld %8ld %10.1f %8.1f %8.1f %9.0f%% %10.1f\n", work.name, static_cast<long>(work.num_seqs),
-                  static_cast<long>(work.tokens_per_seq), static_cast<long>(work.context), t * 1e6,
-                  bench.flops() / t / 1e9, bench.kv_bytes() / t / 1e9, 100 * least / t, rope * 1e6);
+      std::printf("%-8s %4ld %6ld %8ld %10.1f %8.1f %8.1f %9.0f%% %10.1f\n", work.name,
+                  static_cast<long>(work.num_seqs), static_cast<long>(work.tokens_per_seq),
+                  static_cast<long>(work.context), t * 1e6, bench.flops() / t / 1e9, bench.kv_bytes() / t / 1e9,
+                  100 * least / t, rope * 1e6);
       bench.release();
     }
   }

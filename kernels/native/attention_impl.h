@@ -79,7 +79,7 @@ struct KvTile {
 
 // Takes rows [first, first + rows) of the tile through the KV tile at `begin`.
 template <class Engine>
-TS_INLINE void attend_block(const AttentionArgs& args, RowTile<Engine>& tile, int64_t first, int rows, int64_t begin,
+void attend_block(const AttentionArgs& args, RowTile<Engine>& tile, int64_t first, int rows, int64_t begin,
                             const KvTile<typename Engine::Stored>& kv) {
   const int64_t dim = args.head_dim, ld = args.page_size;
   const int64_t last = tile.position[first + rows - 1];
@@ -106,7 +106,7 @@ TS_INLINE void attend_block(const AttentionArgs& args, RowTile<Engine>& tile, in
 
 // Computes (m, l, O) of every row of the tile over the positions of one split.
 template <class Engine>
-TS_INLINE void attend_split(const AttentionArgs& args, const AttentionItem& item, int64_t split,
+void attend_split(const AttentionArgs& args, const AttentionItem& item, int64_t split,
                             RowTile<Engine>& tile) {
   using Stored = typename Engine::Stored;
   const int64_t head_elements = args.page_size * args.head_dim;
@@ -139,7 +139,7 @@ TS_INLINE void attend_split(const AttentionArgs& args, const AttentionItem& item
 }
 
 template <class Engine>
-TS_INLINE void merge_tile(RowTile<Engine>& tile, int64_t split, int64_t first_position) {
+void merge_tile(RowTile<Engine>& tile, int64_t split, int64_t first_position) {
   const int64_t dim = tile.head_dim;
   for (int64_t r = 0; r < tile.num_rows; ++r) {
     if (tile.position[r] < first_position) continue;
@@ -157,7 +157,7 @@ TS_INLINE void merge_tile(RowTile<Engine>& tile, int64_t split, int64_t first_po
 
 // An item that walks through all its splits and writes the output.
 template <class Engine>
-TS_INLINE void attend_rows(const AttentionArgs& args, const AttentionItem& item, RowTile<Engine>& tile) {
+void attend_rows(const AttentionArgs& args, const AttentionItem& item, RowTile<Engine>& tile) {
   const int64_t splits = args.num_splits(tile.position[tile.num_rows - 1] + 1);
   for (int64_t split = 0; split < splits; ++split) {
     attend_split<Engine>(args, item, split, tile);
@@ -171,7 +171,7 @@ TS_INLINE void attend_rows(const AttentionArgs& args, const AttentionItem& item,
 
 // An item that computes one split of a decode row and leaves it in the workspace.
 template <class Engine>
-TS_INLINE void attend_one_split(const AttentionArgs& args, const AttentionItem& item, RowTile<Engine>& tile) {
+void attend_one_split(const AttentionArgs& args, const AttentionItem& item, RowTile<Engine>& tile) {
   const int64_t dim = args.head_dim;
   attend_split<Engine>(args, item, item.split, tile);
   for (int64_t r = 0; r < tile.num_rows; ++r) {
@@ -184,7 +184,7 @@ TS_INLINE void attend_one_split(const AttentionArgs& args, const AttentionItem& 
 
 // Merges the splits of a decode row's heads, in ascending order, into the record of the first.
 template <class Stored>
-TS_INLINE void merge_records(const AttentionArgs& args, int64_t seq, int64_t kv_head) {
+void merge_records(const AttentionArgs& args, int64_t seq, int64_t kv_head) {
   const int64_t dim = args.head_dim, splits = args.parallel_splits(seq), group = args.group();
   const int64_t token = args.cu_seqlens[seq];
   for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {

@@ -48,7 +48,7 @@ struct SoftmaxBlock {
 };
 
 template <class Engine, bool Masked>
-TS_INLINE void softmax_block(const SoftmaxBlock<typename Engine::Operand>& b, float scale_log2) {
+void softmax_block(const SoftmaxBlock<typename Engine::Operand>& b, float scale_log2) {
   const f32x16 least = set1(-std::numeric_limits<float>::infinity());
   alignas(64) float top[16];
   store(top, least);

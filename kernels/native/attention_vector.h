@@ -111,24 +111,15 @@ struct Product {
   int64_t steps;  // rows of a panel
   float* out;
   int64_t ldo;
-  const float* alpha;  // [R]: what out shrinks by before the product is added; unused where it is not added
+  const float* alpha;     // [R]: what out shrinks by before the product is added; null: out starts at zero
   const std::byte* next;  // what to fetch into the cache meanwhile, as many bytes as b has; or null
 };
 
-template <class Dot, bool Accumulate, bool Fetch, int R, int C>
-TS_INLINE void product_block(const Product<Dot>& p, int64_t first_panel) {
-  f32x16 acc[R][C];
-  float* out = p.out + first_panel * 16;
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r) {
-#pragma GCC unroll 8
-    for (int c = 0; c < C; ++c) {
-      acc[r][c] = Accumulate ? mul(load(out + r * p.ldo + c * 16), set1(p.alpha[r])) : zero();
-    }
-  }
+template <class Dot, bool Fetch, int R, int C>
+TS_INLINE void product_steps(const Product<Dot>& p, int64_t first_panel, f32x16 (&acc)[R][C]) {
   const typename Dot::Operand* a = p.a;
   const typename Dot::Stored* b = p.b + first_panel * p.panel;
-  const std::byte* next = p.next + first_panel * p.steps * 64;
+  const std::byte* next = p.next + (Fetch ? first_panel * p.steps * 64 : 0);
   for (int64_t i = 0; i < p.steps; ++i) {
     if constexpr (Fetch) {
 #pragma GCC unroll 8
@@ -139,6 +130,25 @@ TS_INLINE void product_block(const Product<Dot>& p, int64_t first_panel) {
     a += Dot::kDepth;
     b += Dot::kRowElements;
   }
+}
+
+template <class Dot, bool Fetch, int R, int C>
+TS_INLINE void product_block(const Product<Dot>& p, int64_t first_panel) {
+  f32x16 acc[R][C];
+  float* out = p.out + first_panel * 16;
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+    for (int c = 0; c < C; ++c) acc[r][c] = zero();
+  }
+  if (p.alpha != nullptr) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r) {
+#pragma GCC unroll 8
+      for (int c = 0; c < C; ++c) acc[r][c] = mul(load(out + r * p.ldo + c * 16), set1(p.alpha[r]));
+    }
+  }
+  product_steps<Dot, Fetch>(p, first_panel, acc);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
 #pragma GCC unroll 8
@@ -146,30 +156,34 @@ TS_INLINE void product_block(const Product<Dot>& p, int64_t first_panel) {
   }
 }
 
-template <class Dot, bool Accumulate, bool Fetch, int R>
+template <class Dot, bool Fetch, int R>
 __attribute__((noinline)) void product_rows(const Product<Dot>& p, int64_t panels) {
   constexpr int C = kMaxPanels<R>;
   int64_t j = 0;
-  for (; j + C <= panels; j += C) product_block<Dot, Accumulate, Fetch, R, C>(p, j);
-  if constexpr (C > 1) {
-    if (panels - j == 1) product_block<Dot, Accumulate, Fetch, R, 1>(p, j);
-  }
+  for (; j + C <= panels; j += C) product_block<Dot, Fetch, R, C>(p, j);
   if constexpr (C > 2) {
-    if (panels - j == 2) product_block<Dot, Accumulate, Fetch, R, 2>(p, j);
-    if (panels - j == 3) product_block<Dot, Accumulate, Fetch, R, 3>(p, j);
+    for (; j + 2 <= panels; j += 2) product_block<Dot, Fetch, R, 2>(p, j);
+  }
+  if constexpr (C > 1) {
+    if (j < panels) product_block<Dot, Fetch, R, 1>(p, j);
   }
 }
 
-template <class Dot, bool Accumulate, bool Fetch>
-TS_INLINE void product(const Product<Dot>& p, int rows, int64_t panels) {
+template <class Dot, bool Fetch>
+TS_INLINE void product_dispatch(const Product<Dot>& p, int rows, int64_t panels) {
   switch (rows) {
-    case 1: return product_rows<Dot, Accumulate, Fetch, 1>(p, panels);
-    case 2: return product_rows<Dot, Accumulate, Fetch, 2>(p, panels);
-    case 3: return product_rows<Dot, Accumulate, Fetch, 3>(p, panels);
-    case 4: return product_rows<Dot, Accumulate, Fetch, 4>(p, panels);
-    case 5: return product_rows<Dot, Accumulate, Fetch, 5>(p, panels);
-    default: return product_rows<Dot, Accumulate, Fetch, 6>(p, panels);
+    case 1: return product_rows<Dot, Fetch, 1>(p, panels);
+    case 2: return product_rows<Dot, Fetch, 2>(p, panels);
+    case 3: return product_rows<Dot, Fetch, 3>(p, panels);
+    case 4: return product_rows<Dot, Fetch, 4>(p, panels);
+    case 5: return product_rows<Dot, Fetch, 5>(p, panels);
+    default: return product_rows<Dot, Fetch, 6>(p, panels);
   }
+}
+
+template <class Dot>
+TS_INLINE void product(const Product<Dot>& p, int rows, int64_t panels) {
+  p.next == nullptr ? product_dispatch<Dot, false>(p, rows, panels) : product_dispatch<Dot, true>(p, rows, panels);
 }
 
 // What attention_impl.h asks of an instruction set.
@@ -192,17 +206,16 @@ struct VectorEngine {
   // The last argument: where the next tile's K or V lies, to be fetched meanwhile, or null.
   TS_INLINE void scores(const Operand* q, int rows, int64_t head_dim, const Stored* k, int panels, float* s,
                         int64_t ld, const Stored* next_k) {
-    const auto* next = reinterpret_cast<const std::byte*>(next_k);
-    const Product<Dot> p{q, head_dim, k, head_dim * 16, head_dim / Dot::kDepth, s, ld, nullptr, next};
-    next_k == nullptr ? product<Dot, false, false>(p, rows, panels) : product<Dot, false, true>(p, rows, panels);
+    product<Dot>({q, head_dim, k, head_dim * 16, head_dim / Dot::kDepth, s, ld, nullptr,
+                  reinterpret_cast<const std::byte*>(next_k)},
+                 rows, panels);
   }
   // o = o * alpha + p V over the first panels * 16 positions of the page.
   TS_INLINE void accumulate(const Operand* p, int64_t ld, int rows, const Stored* v, int64_t page_size, int panels,
                             int64_t head_dim, const float* alpha, float* o, const Stored* next_v) {
-    const auto* next = reinterpret_cast<const std::byte*>(next_v);
-    const Product<Dot> x{p, ld, v, page_size * 16, panels * 16 / Dot::kDepth, o, head_dim, alpha, next};
-    const int64_t dim_panels = head_dim / 16;
-    next_v == nullptr ? product<Dot, true, false>(x, rows, dim_panels) : product<Dot, true, true>(x, rows, dim_panels);
+    product<Dot>({p, ld, v, page_size * 16, panels * 16 / Dot::kDepth, o, head_dim, alpha,
+                  reinterpret_cast<const std::byte*>(next_v)},
+                 rows, head_dim / 16);
   }
 };
 

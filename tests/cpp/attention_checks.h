@@ -13,29 +13,39 @@ struct AttentionVariant {
   bool available;  // on this machine
 };
 
-// Group sizes 1 to 71 (over 48 rows a token), every tail of D against the panel widths, one page per split.
-inline const Shape kAttentionShapes[] = {
-    {9, 3, 64, 64, 128}, {4, 4, 80, 32, 64},  {8, 1, 128, 96, 96},
-    {6, 2, 16, 64, 192}, {5, 5, 96, 64, 256}, {71, 1, 32, 32, 64}, {14, 2, 48, 32, 1024},
+// Group sizes 1 to 53 (over 48 rows a token), every tail of D against the panel widths, one page per split.
+inline const std::vector<Shape> kAttentionShapes = {
+    {9, 3, 64, 64, 128}, {4, 2, 80, 32, 64},  {8, 1, 128, 96, 96},    {6, 2, 16, 64, 192},
+    {3, 3, 96, 64, 256}, {53, 1, 32, 32, 64}, {14, 2, 48, 32, 1024},
 };
+inline const std::vector<Shape> kFewAttentionShapes = {{9, 3, 64, 64, 128}, {4, 2, 80, 32, 64}, {53, 1, 48, 32, 64}};
 
-// Output of one position and head in float64, from q, k and v rounded as the kernel must round them; and the
-// scale of the rounding errors, sum p |v|.
+// A sequence's q, k and v as the kernels see them, rotated and rounded to T, [position][NQ + 2 NKV][D].
 template <class T>
-void reference_row(const KvWorld<T>& world, const Sequence& seq, int64_t position, int64_t head,
-                   std::vector<double>& out, std::vector<double>& magnitude) {
+std::vector<float> rounded_rows(const KvWorld<T>& world, const Sequence& seq) {
   const Shape& s = world.shape;
+  std::vector<float> rows = seq.qkv;
+  for (int64_t p = 0; p < seq.length; ++p) {
+    for (int64_t head = 0; head < s.num_q_heads + s.num_kv_heads; ++head) {
+      float* x = rows.data() + p * s.row_floats() + head * s.head_dim;
+      const std::vector<float> y = rotated(x, world.rope_table.data() + p * s.head_dim, s.head_dim);
+      std::copy(y.begin(), y.end(), x);
+    }
+  }
+  for (float& x : rows) x = widen(narrow<T>(x));
+  return rows;
+}
+
+// Output of one position and head in float64; and the scale of the rounding errors, sum p |v|.
+inline void reference_row(const Shape& s, const std::vector<float>& rows, int64_t position, int64_t head,
+                          std::vector<double>& out, std::vector<double>& magnitude) {
   const int64_t dim = s.head_dim, kv_head = head / (s.num_q_heads / s.num_kv_heads);
-  const auto rounded = [&](int64_t p, int64_t row_head) {
-    auto x = rotated(seq.qkv.data() + p * s.row_floats() + row_head * dim, world.rope_table.data() + p * dim, dim);
-    for (float& value : x) value = widen(narrow<T>(value));
-    return x;
-  };
-  const std::vector<float> q = rounded(position, head);
+  const auto row = [&](int64_t p, int64_t row_head) { return rows.data() + p * s.row_floats() + row_head * dim; };
+  const float* q = row(position, head);
   std::vector<double> scores(position + 1);
   double top = -INFINITY, sum = 0;
   for (int64_t p = 0; p <= position; ++p) {
-    const std::vector<float> key = rounded(p, s.num_q_heads + kv_head);
+    const float* key = row(p, s.num_q_heads + kv_head);
     double dot = 0;
     for (int64_t d = 0; d < dim; ++d) dot += static_cast<double>(q[d]) * static_cast<double>(key[d]);
     scores[p] = dot / std::sqrt(static_cast<double>(dim));
@@ -45,12 +55,11 @@ void reference_row(const KvWorld<T>& world, const Sequence& seq, int64_t positio
   magnitude.assign(dim, 0);
   for (int64_t p = 0; p <= position; ++p) {
     const double weight = std::exp(scores[p] - top);
-    const float* v = seq.qkv.data() + p * s.row_floats() + (s.num_q_heads + s.num_kv_heads + kv_head) * dim;
+    const float* value = row(p, s.num_q_heads + s.num_kv_heads + kv_head);
     sum += weight;
     for (int64_t d = 0; d < dim; ++d) {
-      const double value = static_cast<double>(widen(narrow<T>(v[d])));
-      out[d] += weight * value;
-      magnitude[d] += weight * std::fabs(value);
+      out[d] += weight * static_cast<double>(value[d]);
+      magnitude[d] += weight * std::fabs(static_cast<double>(value[d]));
     }
   }
   for (int64_t d = 0; d < dim; ++d) {
@@ -66,9 +75,9 @@ constexpr double kTolerance = sizeof(T) == 2 ? 2.0 / 256 : 2e-5;
 // One chunk a sequence, over lengths around every boundary, against float64. `score_scale` stretches the
 // scores: at 30 the running maximum jumps by hundreds.
 template <class T>
-void check_reference(const AttentionVariant& variant, float score_scale) {
+void check_reference(const AttentionVariant& variant, float score_scale, const std::vector<Shape>& shapes) {
   if (!variant.available) return;
-  for (const Shape& shape : kAttentionShapes) {
+  for (const Shape& shape : shapes) {
     std::vector<Sequence> sequences;
     std::vector<Chunk> chunks;
     for (int64_t length : {1, 15, 17, 33, 64, 65, 131, 200}) {
@@ -80,9 +89,10 @@ void check_reference(const AttentionVariant& variant, float score_scale) {
     double worst = 0;
     std::vector<double> expected, magnitude;
     for (size_t i = 0; i < sequences.size(); ++i) {
+      const std::vector<float> rows = rounded_rows(world, sequences[i]);
       for (int64_t p = sequences[i].length - 1; p >= 0; p -= 1 + sequences[i].length / 5) {
         for (int64_t head = 0; head < shape.num_q_heads; head += 1 + shape.num_q_heads / 8) {
-          reference_row(world, sequences[i], p, head, expected, magnitude);
+          reference_row(shape, rows, p, head, expected, magnitude);
           for (int64_t d = 0; d < shape.head_dim; ++d) {
             const double got = static_cast<double>(
                 widen(out[i][(p * shape.num_q_heads + head) * shape.head_dim + d]));
@@ -147,11 +157,13 @@ bool equal_bits(const std::vector<std::vector<T>>& a, const std::vector<std::vec
 
 // A row has the same bits as a decode, in any chunk, alone or packed, by any number of workers, in any pages.
 template <class T>
-void check_invariance(const AttentionVariant& variant, float score_scale) {
+void check_invariance(const AttentionVariant& variant, float score_scale, const std::vector<Shape>& shapes) {
   if (!variant.available) return;
-  for (const Shape& shape : kAttentionShapes) {
+  for (const Shape& shape : shapes) {
     std::vector<Sequence> sequences;
-    for (int64_t length : {150, 97, 33}) sequences.emplace_back(shape, length, static_cast<uint32_t>(length), score_scale);
+    for (int64_t length : {150, 97, 33}) {
+      sequences.emplace_back(shape, length, static_cast<uint32_t>(length), score_scale);
+    }
     KvWorld<T> world(shape, sequences.size(), 160, 21);
     std::vector<std::vector<T>> whole;  // each sequence alone, in one chunk, by one worker
     for (int64_t i = 0; i < static_cast<int64_t>(sequences.size()); ++i) {

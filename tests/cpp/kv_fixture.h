@@ -6,6 +6,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <map>
 #include <numeric>
 #include <random>
 #include <thread>
@@ -37,15 +38,20 @@ struct Aligned {  // 64-byte aligned storage whose size the sanitizers see
   Aligned& operator=(const Aligned&) = delete;
 };
 
+// Scratch of a worker, of exactly that size; it keeps what earlier kernels left there.
+inline std::byte* scratch_of(size_t bytes, int worker) {
+  static std::map<std::pair<size_t, int>, Aligned<std::byte>> pool;
+  return pool.try_emplace({bytes, worker}, bytes).first->second.data;
+}
+
 inline void run_kernel(KernelFn fn, const std::vector<ArgValue>& args, size_t scratch_bytes, int num_workers) {
   std::atomic<int64_t> next_item{0};
-  const auto work = [&](int worker) {
-    Aligned<std::byte> scratch(scratch_bytes);
-    fn({args.data(), static_cast<uint32_t>(args.size()), worker, num_workers, &next_item, scratch.data, scratch_bytes});
+  const auto work = [&](int worker, std::byte* scratch) {
+    fn({args.data(), static_cast<uint32_t>(args.size()), worker, num_workers, &next_item, scratch, scratch_bytes});
   };
   std::vector<std::thread> threads;
-  for (int w = 1; w < num_workers; ++w) threads.emplace_back(work, w);
-  work(0);
+  for (int w = 1; w < num_workers; ++w) threads.emplace_back(work, w, scratch_of(scratch_bytes, w));
+  work(0, scratch_of(scratch_bytes, 0));
   for (auto& t : threads) t.join();
 }
 

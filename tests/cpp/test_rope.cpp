@@ -86,7 +86,8 @@ void check_pages(const KvWorld<T>& world, const std::vector<Sequence>& sequences
         std::vector<float> key(s.head_dim);
         const float* row = sequences[i].qkv.data() + p * s.row_floats();
         if (p < length) {
-          key = rotated(row + (s.num_q_heads + head) * s.head_dim, world.rope_table.data() + p * s.head_dim, s.head_dim);
+          const float* angles = world.rope_table.data() + p * s.head_dim;
+          key = rotated(row + (s.num_q_heads + head) * s.head_dim, angles, s.head_dim);
         }
         const float* value = row + (s.num_q_heads + s.num_kv_heads + head) * s.head_dim;
         for (int64_t d = 0; d < s.head_dim; ++d) {
@@ -101,7 +102,9 @@ void check_pages(const KvWorld<T>& world, const std::vector<Sequence>& sequences
   CHECK(wrong == 0);
 }
 
-const Shape kShapes[] = {{9, 3, 64, 64, 1024}, {4, 4, 80, 32, 64}, {8, 1, 128, 96, 96}, {2, 2, 16, 32, 64}, {3, 1, 48, 64, 64}};
+const Shape kShapes[] = {
+    {9, 3, 64, 64, 1024}, {4, 4, 80, 32, 64}, {8, 1, 128, 96, 96}, {2, 2, 16, 32, 64}, {3, 1, 48, 64, 64},
+};
 
 template <class T>
 void check_layouts() {
