@@ -1,0 +1,256 @@
+"""Damaged, truncated, hostile and foreign artifacts: every one is refused with a typed error, none crashes."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_artifact import cli, cli_environment
+
+from tokenspeed.artifact import DIGEST, MANIFEST, Artifact, Manifest, publishing
+from tokenspeed.compile.build import build
+from tokenspeed.errors import (
+    ArtifactError,
+    TokenSpeedError,
+)
+from tokenspeed.runtime import loader
+from tokenspeed.runtime.loader import LoadOptions
+from tokenspeed.target import Target, runnable_targets
+from tokenspeed.verify_artifact import verify_graphs
+
+
+@pytest.fixture
+def damaged(tiny_artifact: Path, tmp_path: Path) -> Path:
+    """A copy of the tiny artifact, to be damaged."""
+    return Path(shutil.copytree(tiny_artifact, tmp_path / "damaged"))
+
+
+def flip(path: Path, position: int, bits: int = 1) -> None:
+    with path.open("r+b") as f:
+        f.seek(position)
+        (byte,) = f.read(1)
+        f.seek(position)
+        f.write(bytes([byte ^ bits]))
+
+
+def full_check(path: Path) -> None:
+    artifact = Artifact.open(path)
+    artifact.verify("full")
+    verify_graphs(artifact)
+
+
+def test_any_flipped_byte_of_any_file_is_noticed(damaged: Path) -> None:
+    rng = random.Random(0)
+    files = sorted(p for p in damaged.rglob("*") if p.is_file())
+    assert len(files) > 10
+    for path in files:
+        size = path.stat().st_size
+        every = path.name in (DIGEST, MANIFEST)  # every kind of byte of these: digits, names, digests, brackets
+        positions = range(0, size, 1 if size < 100 else 17) if every else {0, size - 1, *rng.choices(range(size), k=4)}
+        for position in positions:
+            bits = 1 << rng.randrange(8)
+            flip(path, position, bits)
+            with pytest.raises(ArtifactError):
+                full_check(damaged)
+            flip(path, position, bits)
+    full_check(damaged)
+
+
+def test_a_flipped_byte_of_a_tar_is_noticed(tiny_artifact: Path, tmp_path: Path) -> None:
+    with publishing(tmp_path / "a.tar", archive=True) as folder:
+        shutil.copytree(tiny_artifact, folder, dirs_exist_ok=True)
+    full_check(tmp_path / "a.tar")
+    size, rng = (tmp_path / "a.tar").stat().st_size, random.Random(1)
+    good = Artifact.open(tmp_path / "a.tar")
+    covered = [good.locate(name) for name in [*good.manifest.files, MANIFEST, DIGEST]]
+    for position in rng.choices(range(size), k=60):
+        flip(tmp_path / "a.tar", position)
+        if any(at.offset <= position < at.offset + at.bytes for at in covered):
+            with pytest.raises(ArtifactError):
+                full_check(tmp_path / "a.tar")
+        else:  # headers and padding: noticed, or without a meaning
+            try:
+                full_check(tmp_path / "a.tar")
+            except ArtifactError:
+                pass
+            else:
+                assert Artifact.open(tmp_path / "a.tar").digest == good.digest
+        flip(tmp_path / "a.tar", position)
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.001, 0.3, 0.97])
+def test_truncated_archives(keep: float, tiny_artifact: Path, tmp_path: Path) -> None:
+    with publishing(tmp_path / "a.tar", archive=True) as folder:
+        shutil.copytree(tiny_artifact, folder, dirs_exist_ok=True)
+    data = (tmp_path / "a.tar").read_bytes()
+    (tmp_path / "a.tar").write_bytes(data[: int(len(data) * keep)])
+    with pytest.raises(ArtifactError, match=r"is no artifact|is missing|was cut short|is damaged|has \d+ bytes"):
+        full_check(tmp_path / "a.tar")
+
+
+def reseal(folder: Path) -> None:
+    """Make the digests right again, so that the damage reaches what lies behind them."""
+    manifest = json.loads((folder / MANIFEST).read_text())
+    for name in manifest["files"]:
+        data = (folder / name).read_bytes()
+        manifest["files"][name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+    write_manifest(folder, manifest)
+
+
+def write_manifest(folder: Path, manifest: Any) -> None:
+    raw = json.dumps(manifest).encode()
+    (folder / MANIFEST).write_bytes(raw)
+    (folder / DIGEST).write_text(hashlib.sha256(raw).hexdigest() + "\n")
+
+
+def graph_file(folder: Path) -> Path:
+    return folder / Artifact.open(folder).manifest.targets[0].buckets[0].graph
+
+
+def test_a_damaged_graph_behind_right_digests_is_refused_by_its_checksum(damaged: Path) -> None:
+    path = graph_file(damaged)
+    flip(path, path.stat().st_size // 2)
+    reseal(damaged)
+    with pytest.raises(ArtifactError, match=r"decode-1\.tslg cannot be loaded: .*its checksum does not match"):
+        loader.load(damaged, LoadOptions(kv_gib=0.05, threads=1))
+    with pytest.raises(ArtifactError, match=r"decode-1\.tslg: .*checksum"):
+        full_check(damaged)
+
+
+FUZZ = """
+import random, struct, sys, zlib
+from tokenspeed import _native
+data, count = open(sys.argv[1], "rb").read(), int(sys.argv[2])
+stride, weights, *sizes = map(int, sys.argv[4:])
+device = _native.CpuDevice(1)
+device.load_weights(sys.argv[3], 0, weights)
+for region, nbytes in zip(("kv", "arena", "io", "state"), sizes):
+    device.allocate(region, nbytes)
+assert device.load_graph(data, stride) == 0
+rng = random.Random(count)
+refused = 0
+for number in range(count):
+    damaged = bytearray(data)
+    for _ in range(rng.choice((1, 1, 2, 8))):
+        at = rng.randrange(len(damaged))
+        kind = rng.randrange(4)
+        if kind == 0:
+            damaged[at] ^= 1 << rng.randrange(8)
+        elif kind == 1:
+            damaged[at] = rng.choice((0, 1, 127, 128, 255))
+        elif kind == 2:
+            at -= at % 4
+            word = rng.choice((0, 1, 2**31, 2**32 - 1, len(data), rng.getrandbits(32)))
+            damaged[at : at + 4] = struct.pack("<I", word)
+        else:
+            del damaged[at : at + rng.randrange(1, 40)]
+    if len(damaged) >= 64 and rng.random() < 0.9:  # so that it is read beyond the checksum
+        struct.pack_into("<I", damaged, 8, len(damaged))
+        struct.pack_into("<I", damaged, 32, zlib.crc32(damaged[64:]))
+    try:
+        device.load_graph(bytes(damaged), stride)
+    except _native.GraphError:
+        refused += 1
+device.close()
+print(refused)
+"""
+
+
+def test_hostile_graphs_never_crash_the_native_reader(tiny_artifact: Path) -> None:
+    """Random damage with the checksum put right: a GraphError or, where the bytes mean something legal, a graph."""
+    section = Artifact.open(tiny_artifact).manifest.targets[0]
+    sizes = (section.kv_page_bytes, section.weights_bytes, section.kv_page_bytes)
+    regions = (section.arena_bytes, section.io_bytes, section.state_bytes)
+    files = (str(tiny_artifact / section.buckets[-1].graph), "6000", str(tiny_artifact / section.weights))
+    ran = subprocess.run(
+        [sys.executable, "-c", FUZZ, *files, *map(str, (*sizes, *regions))],
+        capture_output=True,
+        text=True,
+        env=cli_environment(),
+        timeout=60,
+    )
+    assert (ran.returncode, ran.stderr) == (0, "")
+    assert int(ran.stdout) > 4000
+
+
+def leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*path, key)
+        yield from leaves(inner, (*path, key))
+
+
+OTHER_KINDS: list[Any] = [None, -1, 0, 2**62, 2**70, "x", [], {}, 1.5, True, [1]]
+
+
+def test_hostile_manifests_are_refused_or_load(damaged: Path) -> None:
+    """Every value of the manifest replaced by values of other kinds, digests put right: never an untyped error."""
+    good = json.loads((damaged / MANIFEST).read_text())
+    rng, tried = random.Random(2), 0
+    paths = [p for p in leaves(good) if p[0] != "files"]
+    for path in rng.sample(paths, 70):
+        for value in rng.sample(OTHER_KINDS, 3):
+            manifest = json.loads(json.dumps(good))
+            inner = manifest
+            for key in path[:-1]:
+                inner = inner[key]
+            inner[path[-1]] = value
+            write_manifest(damaged, manifest)
+            tried += 1
+            try:
+                loaded = loader.load(damaged, LoadOptions(kv_gib=0.05, threads=1))
+            except TokenSpeedError:
+                continue
+            loaded.executor.device.close()
+    assert tried == 210
+
+
+def test_a_deeply_nested_manifest() -> None:
+    with pytest.raises(ArtifactError, match="is not a manifest"):
+        Manifest.from_bytes(b"[" * 100_000)
+
+
+def test_an_artifact_of_other_kernels(damaged: Path) -> None:
+    manifest = json.loads((damaged / MANIFEST).read_text())
+    manifest["targets"][0]["kernel_abi"] = 999
+    write_manifest(damaged, manifest)
+    with pytest.raises(
+        ArtifactError, match=r"built against kernels 'native' ABI 999; this runtime has 'native' ABI"
+    ) as e:
+        loader.load(damaged)
+    assert e.value.hint == "rebuild the artifact with this version of `tokenspeed build`"
+
+
+def test_an_artifact_for_another_cpu(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old = Target("cpu", "x86-64-v3")
+    monkeypatch.setattr(loader, "runnable_targets", lambda: ())
+    with pytest.raises(ArtifactError) as caught:
+        loader.load(tiny_artifact)
+    assert caught.value.message == f"the artifact was built for {Target.native()}; this machine runs no target"
+    monkeypatch.setattr(loader, "runnable_targets", lambda: (old,))
+    if Target.native() != old:
+        with pytest.raises(ArtifactError, match=f"this machine runs {old}") as caught:
+            loader.load(tiny_artifact)
+        assert caught.value.hint == f"rebuild it with `tokenspeed build --target {old}`"
+    with pytest.raises(ArtifactError, match=r"this machine cannot run cpu:x86-64-v4\+amx: it runs cpu:x86-64-v3"):
+        loader.load(tiny_artifact, LoadOptions(target=Target("cpu", "x86-64-v4+amx")))
+
+
+@pytest.mark.skipif(len(runnable_targets()) == 4, reason="this machine runs every target")
+def test_a_graph_for_another_cpu_is_refused_by_the_device_as_well(
+    tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    amx = Target("cpu", "x86-64-v4+amx")
+    build(tiny_checkpoint, tmp_path / "a", targets=[str(amx)], dtype="bfloat16", max_model_len=128)
+    assert cli("verify", tmp_path / "a").returncode == 0  # verifying needs no such machine
+    monkeypatch.setattr(loader, "runnable_targets", lambda: (amx,))
+    with pytest.raises(ArtifactError, match=r"the kernel needs amx.* instructions, but this processor runs"):
+        loader.load(tmp_path / "a", LoadOptions(kv_gib=0.05, threads=1))

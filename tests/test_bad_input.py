@@ -1,0 +1,206 @@
+"""Bad input from end to end: every refusal is typed, says what is wrong, and leaves nothing behind.
+
+Readers, servers and the envelope have their own tests of what they refuse (test_checkpoint_*.py,
+test_server_errors.py, test_envelope.py); these are about what reaches a user of the whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_artifact import write_checkpoint
+
+from tokenspeed.compile.build import build
+from tokenspeed.errors import (
+    CheckpointError,
+    EnvelopeError,
+    RequestError,
+    ResourceError,
+    UsageError,
+)
+from tokenspeed.runtime import loader
+from tokenspeed.runtime.engine import Engine, load
+from tokenspeed.runtime.loader import LoadOptions
+from tokenspeed.runtime.request import SamplingParams
+
+
+def is_empty(folder: Path) -> bool:
+    return not any(folder.iterdir())
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A folder to build into, which a refused build must leave empty."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------
+
+
+def remove(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def cut(name: str, keep: float) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        data = (folder / name).read_bytes()
+        (folder / name).write_bytes(data[: int(len(data) * keep)])
+
+    return damage
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        values = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**values, **changes}))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (shutil.rmtree, r"no checkpoint at .*: need a Hugging Face directory or a \.gguf file"),
+        (remove("config.json"), r"is not a checkpoint: need config\.json or a \.gguf file in it, have neither"),
+        (remove("model.safetensors"), r"has no weights: need model\.safetensors or model\.safetensors\.index\.json"),
+        (remove("tokenizer.json"), r"has no tokenizer: need tokenizer\.json or a SentencePiece tokenizer\.model"),
+        (cut("model.safetensors", 0), "is empty: need a safetensors file"),
+        (cut("model.safetensors", 0.005), "is truncated or not a safetensors file: its header claims"),
+        (cut("model.safetensors", 0.9), "is truncated: tensor .* needs bytes up to"),
+        (cut("config.json", 0.5), "config.json is not valid JSON"),
+        (cut("tokenizer.json", 0.5), "tokenizer.json"),
+        (config(architectures=["GPT2LMHeadModel"]), "unknown architecture 'GPT2LMHeadModel': need one of LlamaFor"),
+        (config(architectures=None), "unknown architecture None"),
+        (config(hidden_size=-48), "need a positive hidden_size, have -48"),
+        (config(hidden_size=64), "has the wrong shape: need .* by the config, have"),
+        (config(num_hidden_layers=2), "9 of 20 tensors are missing, first model.layers.1.input_layernorm.weight"),
+        (config(num_hidden_layers=10**9), "need at most 4096 layers"),
+        (config(vocab_size="many"), "need an integer as vocab_size, have 'many'"),
+        (config(rope_scaling={"rope_type": "dynamic", "factor": 2}), "rope scaling 'dynamic' is not supported"),
+    ],
+)  # fmt: skip
+def test_damaged_checkpoints(damage: Callable[[Path], None], text: str, out: Path, tmp_path: Path) -> None:
+    checkpoint = write_checkpoint(tmp_path / "m")
+    damage(checkpoint)
+    with pytest.raises(CheckpointError, match=text):
+        build(checkpoint, out / "a")
+    assert is_empty(out)
+
+
+def test_a_longer_context_than_the_window_is_refused(out: Path, tmp_path: Path) -> None:
+    changes: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256}
+    checkpoint = write_checkpoint(tmp_path / "m", **changes)
+    with pytest.raises(EnvelopeError, match="a sliding window of 256 positions"):
+        build(checkpoint, out / "a")
+    assert is_empty(out)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------
+
+
+def test_a_max_model_len_that_does_not_fit_in_memory(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ResourceError) as caught:
+        load(tiny_artifact, options=LoadOptions(kv_gib=0.005))
+    assert (
+        "max_model_len = 65536 does not fit in memory: one sequence of that length needs 16.0 MiB of KV pages,"
+        in str(caught.value)
+    )
+    assert "and 5.1 MiB may be used" in caught.value.message
+    assert caught.value.hint is not None
+    fits = int(
+        caught.value.hint.removeprefix("raise --kv-gib, or rebuild with `tokenspeed build --max-model-len ")[:-1]
+    )
+    assert 0 < fits < 65536 and fits % 64 == 0
+    with pytest.raises(ResourceError) as caught:
+        load(tiny_artifact, options=LoadOptions(kv_gib=1e-6))
+    assert caught.value.hint == "raise --kv-gib"
+    monkeypatch.setattr(loader, "available_memory", lambda: 40 << 20)
+    with pytest.raises(ResourceError, match=r"does not fit in memory: .*\(40\.0 MiB of memory are free\)") as caught:
+        load(tiny_artifact)
+    assert caught.value.hint is not None and caught.value.hint.startswith("free memory, or rebuild with `tokenspeed")
+    with pytest.raises(ResourceError, match=r"1\.00 GiB of KV pages and .* need more than the 40\.0 MiB") as caught:
+        load(tiny_artifact, options=LoadOptions(kv_gib=1.0))
+    assert caught.value.hint == "lower --kv-gib"
+
+
+@pytest.mark.parametrize("size", [0.0, -1.0, float("nan"), float("inf"), 1e300])
+def test_absurd_kv_sizes(size: float, tiny_artifact: Path) -> None:
+    with pytest.raises(UsageError, match=r"the KV size is .* GiB; it must be above 0 and at most"):
+        load(tiny_artifact, options=LoadOptions(kv_gib=size))
+
+
+def test_threads_and_queues(tiny_artifact: Path) -> None:
+    for options, text in (
+        ({"max_waiting": 0}, "max_waiting is 0; it must be at least 1"),
+        ({"max_step_tokens": 0}, "max_step_tokens is 0; it must lie between 1 and 2048"),
+        ({"max_step_tokens": 4096}, "max_step_tokens is 4096; it must lie between 1 and 2048"),
+    ):
+        with pytest.raises(UsageError, match=text):
+            load(tiny_artifact, options=LoadOptions(kv_gib=0.05), **options)
+
+
+# ---- requests -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def engine(tiny_artifact: Path) -> Iterator[Engine]:
+    with load(tiny_artifact, options=LoadOptions(kv_gib=0.05, threads=2)) as engine:
+        yield engine
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "text"),
+    [
+        ("", {}, "the prompt is empty: at least one token is needed"),
+        ([[]], {}, "the prompt is empty"),
+        ([283], {}, "prompt token 0 is 283: token ids of this model go from 0 to 282"),
+        ([1, -2], {}, "prompt token 1 is -2"),
+        ([1] * 65536, {}, "the prompt has 65536 tokens; this artifact was built for max_model_len 65536"),
+        ([1] * 65530, {"max_tokens": 7}, "max_tokens 7 does not fit: the prompt has 65530 tokens"),
+        ("x", {"max_tokens": -1}, "max_tokens must be an integer of at least 1; got -1"),
+        ("x", {"temperature": -0.1}, "temperature must be 0 (greedy) or a number from 1e-05 to 100; got -0.1"),
+        ("x", {"temperature": 1e9}, "temperature must be 0 (greedy) or a number"),
+        ("x", {"temperature": float("nan")}, "temperature must be a finite number; got nan"),
+        ("x", {"top_p": -1}, "top_p must be a number above 0 and at most 1; got -1"),
+        ("x", {"top_k": -7}, "top_k must be a positive integer, or 0 or -1; got -7"),
+        ("x", {"min_p": 1.5}, "min_p must be a number from 0 to 1; got 1.5"),
+        ("x", {"seed": -1}, "seed must be an integer from 0 to 18446744073709551615; got -1"),
+        ("x", {"n": 0}, "n must be an integer from 1 to 128; got 0"),
+        ("x", {"logprobs": 21}, "logprobs must be an integer from 0 to 20; got 21"),
+        ("x", {"stop": ("",)}, "stop must be strings of 1 to 1024 characters"),
+        ("x", {"stop_token_ids": (283,)}, "stop_token_ids must be token ids from 0 to 282; got 283"),
+    ],
+)
+def test_illegal_requests(engine: Engine, prompt: Any, params: dict[str, Any], text: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        engine.generate(prompt, SamplingParams(**{"max_tokens": 4, **params}))
+    assert text in caught.value.message
+    assert engine.alive and engine.stats().num_free_pages == engine.stats().num_pages
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--max-tokens", "-1"), "error: max_tokens must be an integer of at least 1; got -1\n"),
+        (("--temperature", "-1"), "error: temperature must be 0 (greedy) or a number from 1e-05 to 100; got -1.0\n"),
+        (("--temperature", "inf"), "error: temperature must be a finite number; got inf\n"),
+        (("--top-p", "0"), "hint: leave it at 1 to turn it off\n"),
+        (("--top-k", "9" * 30), "error: top_k must be a positive integer, or 0 or -1; got 999"),
+        (("--seed", "-5"), "error: seed must be an integer from 0 to 18446744073709551615; got -5\n"),
+    ],
+)
+def test_absurd_sampling_on_the_command_line(
+    tiny_artifact: Path, args: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tokenspeed.cli import main
+
+    assert main(["run", str(tiny_artifact), "hello", "--kv-gib", "0.05", *args]) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and text in captured.err
