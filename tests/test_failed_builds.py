@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_artifact import cli, cli_environment
+from tiny_artifact import cli, cli_environment, command
 
 from tokenspeed.artifact import Artifact
 from tokenspeed.compile.build import build
