@@ -8,6 +8,7 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 
 from tokenspeed import _native
 from tokenspeed.compile import sampler
-from tokenspeed.graph import Access, Float, Int, LaunchGraph, Node, Pointer, Region, StepScalar
+from tokenspeed.graph import Access, Argument, Float, Int, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.step import INPUTS, MAX_TOP_LOGPROBS, OUTPUTS, STATE, place
 from tokenspeed.target import Target
 
@@ -126,19 +127,19 @@ def test_waiting_releases_the_interpreter(device: Any) -> None:
 def test_counters_and_seal(device: Any, weights_file: Path) -> None:
     graph = device.load_graph(norm_graph(3).encode(), 0)
     device.seal()
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: device.allocate("arena", 4096),
         lambda: device.load_graph(norm_graph().encode(), 0),
         lambda: device.load_weights(str(weights_file), 0, 4),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(_native.DeviceError, match=r"the device is sealed, so it cannot .*: do so before seal\(\)"):
             call()
     device.wait(device.submit(graph, 1, 1, 1))
     device.wait(device.submit(graph, 1, 1, 1))
     counters = device.counters()
-    busy = counters.pop("busy_seconds")
-    assert 0 < busy < 10 and counters.pop("worker_sleeps") >= 0
-    assert counters == {
+    assert 0 < counters["busy_seconds"] < 10 and counters["worker_sleeps"] >= 0
+    expected = {
         "steps": 2,
         "nodes": 6,
         "graphs_loaded": 1,
@@ -148,6 +149,7 @@ def test_counters_and_seal(device: Any, weights_file: Path) -> None:
         "allocations_after_seal": 0,
         "refused_after_seal": 3,
     }
+    assert {name: counters[name] for name in expected} == expected
 
 
 def test_profile_times_each_node(device: Any) -> None:
@@ -179,7 +181,7 @@ def test_views(weights_file: Path) -> None:
 
 def test_refusals_say_what_to_do(device: Any, tmp_path: Path) -> None:
     graph = device.load_graph(norm_graph().encode(), 0)
-    cases = [
+    cases: list[tuple[Callable[[], object], str]] = [
         (lambda: _native.CpuDevice(0), "a device needs 1 to 1024 workers, but 0 were asked for"),
         (lambda: device.allocate("vram", 1), "no region is called 'vram': use one of weights, kv, arena, io, state"),
         (lambda: device.allocate("io", 1), "region io is allocated already with 65536 bytes"),
@@ -311,7 +313,8 @@ def sample_device(rows: int) -> tuple[Any, int, dict[str, Any]]:
     at = {t.name: Pointer(Region.IO, t.offset, t.nbytes, R if t.name in read else W) for t in inputs}
     at["last_tokens"] = Pointer(Region.STATE, state[0].offset, state[0].nbytes, RW)
     order = (*(t.name for t in SAMPLE_INPUTS), "last_tokens", *(t.name for t in OUTPUTS))
-    args = (Pointer(Region.ARENA, 0, rows * VOCAB * 4, R), *(at[name] for name in order), StepScalar(2), Int(VOCAB))
+    logits = Pointer(Region.ARENA, 0, rows * VOCAB * 4, R)
+    args: tuple[Argument, ...] = (logits, *(at[name] for name in order), StepScalar(2), Int(VOCAB))
     graph = device.load_graph(LaunchGraph((Node("sample", f"sample_{ISA}", args),)).encode(), 0)
     arrays = {
         t.name: np.frombuffer(device.view(str(region)), t.dtype, int(np.prod(t.shape)), t.offset).reshape(t.shape)
