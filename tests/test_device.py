@@ -124,6 +124,22 @@ def test_waiting_releases_the_interpreter(device: Any) -> None:
     assert after > before
 
 
+def test_weights_settle_behind_the_same_view(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    path.write_bytes(random.Random(0).randbytes(3 << 20))
+    device = _native.CpuDevice(2)
+    device.load_weights(str(path), 4096, (3 << 20) - 4096)
+    device.seal()
+    view, expected = device.view("weights"), path.read_bytes()[4096:]
+    assert view.readonly and device.counters()["bytes_settled"] == 0 and view == expected
+    device.settle()
+    path.write_bytes(b"")  # what settled does not follow its file
+    assert device.counters()["bytes_settled"] == len(expected) and view == expected
+    device.settle()
+    assert device.counters()["allocations_after_seal"] == device.counters()["refused_after_seal"] == 0
+    device.close()
+
+
 def test_counters_and_seal(device: Any, weights_file: Path) -> None:
     graph = device.load_graph(norm_graph(3).encode(), 0)
     device.seal()
@@ -145,6 +161,7 @@ def test_counters_and_seal(device: Any, weights_file: Path) -> None:
         "graphs_loaded": 1,
         "regions_allocated": 2,
         "bytes_allocated": 4 * WIDTH + 4 * ROWS * WIDTH * 4,
+        "bytes_settled": 4 * WIDTH,  # at once: the file's offset is no multiple of 64
         "graphs_loaded_after_seal": 0,
         "allocations_after_seal": 0,
         "refused_after_seal": 3,

@@ -206,7 +206,14 @@ class CpuDevice:
 
     def load_weights(self, path: str, file_offset: int, nbytes: int) -> None:
         """
-        Read a range of a file into region weights, with all workers. Raises DeviceError.
+        Make a range of a file region weights, by mapping it if it begins at a multiple of 64 bytes. Raises
+        DeviceError.
+        """
+
+    def settle(self) -> None:
+        """
+        Move mapped weights to memory of their own, on huge pages: faster to read, and out of reach of whatever
+        happens to the file. Steps may run meanwhile, and close() ends it early. Does nothing the second time.
         """
 
     def allocate(self, region: str, nbytes: int) -> None:
@@ -241,7 +248,7 @@ class CpuDevice:
     def counters(self) -> dict[str, int | float]:
         """
         What the device has done so far: steps, nodes, graphs_loaded, regions_allocated, bytes_allocated,
-        graphs_loaded_after_seal, allocations_after_seal, refused_after_seal, worker_sleeps, busy_seconds.
+        bytes_settled, graphs_loaded_after_seal, allocations_after_seal, refused_after_seal, worker_sleeps, busy_seconds.
         """
 
     def close(self) -> None:

@@ -61,6 +61,7 @@ nb::dict counters_of(const CpuDevice& device) {
   dict["graphs_loaded"] = c.graphs_loaded;
   dict["regions_allocated"] = c.regions_allocated;
   dict["bytes_allocated"] = c.bytes_allocated;
+  dict["bytes_settled"] = c.bytes_settled;
   dict["graphs_loaded_after_seal"] = c.graphs_loaded_after_seal;
   dict["allocations_after_seal"] = c.allocations_after_seal;
   dict["refused_after_seal"] = c.refused_after_seal;
@@ -95,7 +96,11 @@ void bind_cpu_device(nb::module_& m) {
       .def(nb::init<int, bool>(), "num_workers"_a, "pin"_a = false,
            "Start num_workers threads, each bound to a core if `pin`. Raises DeviceError.")
       .def("load_weights", &CpuDevice::load_weights, "path"_a, "file_offset"_a, "nbytes"_a, Release(),
-           "Read a range of a file into region weights, with all workers. Raises DeviceError.")
+           "Make a range of a file region weights, by mapping it if it begins at a multiple of 64 bytes. Raises\n"
+           "DeviceError.")
+      .def("settle", &CpuDevice::settle, Release(),
+           "Move mapped weights to memory of their own, on huge pages: faster to read, and out of reach of whatever\n"
+           "happens to the file. Steps may run meanwhile, and close() ends it early. Does nothing the second time.")
       .def("allocate", &allocate,
            "region"_a, "nbytes"_a, "Allocate region kv, arena, io or state, zeroed. Raises DeviceError.")
       .def("view", &view_of, "region"_a, nb::sig("def view(self, region: str) -> memoryview"),
@@ -115,7 +120,7 @@ void bind_cpu_device(nb::module_& m) {
       .def("seal", &CpuDevice::seal, "From here on allocate, load_weights and load_graph raise DeviceError.")
       .def("counters", &counters_of, nb::sig("def counters(self) -> dict[str, int | float]"),
            "What the device has done so far: steps, nodes, graphs_loaded, regions_allocated, bytes_allocated,\n"
-           "graphs_loaded_after_seal, allocations_after_seal, refused_after_seal, worker_sleeps, busy_seconds.")
+           "bytes_settled, graphs_loaded_after_seal, allocations_after_seal, refused_after_seal, worker_sleeps, busy_seconds.")
       .def("close", &CpuDevice::close, Release(), "Finish the steps in flight and end the workers; idempotent.")
       .def_prop_ro("num_workers", &CpuDevice::num_workers);
 }

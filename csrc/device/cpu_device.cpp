@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "device/errors.h"
-#include "device/weights_reader.h"
 
 namespace tokenspeed::device {
 namespace {
@@ -57,19 +56,33 @@ void CpuDevice::load_weights(const std::string& path, uint64_t file_offset, uint
     require_new(RegionKind::Weights);
     loading_ = true;  // the file is read without the lock, so that other regions can be made meanwhile
   }
-  std::shared_ptr<Region> region;
+  std::unique_ptr<Weights> weights;
   try {
-    region = std::make_shared<Region>("region weights", nbytes);
-    read_file(pool_, path, file_offset, nbytes, *region);
+    weights = std::make_unique<Weights>(pool_, path, file_offset, nbytes);
   } catch (...) {
     const std::lock_guard lock(mutex_);
     loading_ = false;
     throw;
   }
-  region->make_read_only();
   const std::lock_guard lock(mutex_);
   loading_ = false;
-  keep_region(RegionKind::Weights, std::move(region));
+  keep_region(RegionKind::Weights, weights->region());
+  if (weights->settled()) {
+    bytes_settled_ = nbytes;
+  } else {
+    unsettled_ = std::move(weights);
+  }
+}
+
+void CpuDevice::settle() {
+  std::unique_ptr<Weights> weights;
+  {
+    const std::lock_guard lock(mutex_);
+    weights = std::move(unsettled_);
+  }
+  if (weights == nullptr || !weights->settle(closing_)) return;
+  const std::lock_guard lock(mutex_);
+  bytes_settled_ = weights->region()->size();
 }
 
 void CpuDevice::allocate(RegionKind kind, uint64_t nbytes) {
@@ -178,6 +191,7 @@ DeviceCounters CpuDevice::counters() const {
   c.graphs_loaded = graphs_loaded_;
   c.regions_allocated = regions_allocated_;
   c.bytes_allocated = bytes_allocated_;
+  c.bytes_settled = bytes_settled_;
   c.graphs_loaded_after_seal = graphs_loaded_after_seal_;
   c.allocations_after_seal = allocations_after_seal_;
   c.refused_after_seal = refused_after_seal_;
@@ -190,6 +204,8 @@ void CpuDevice::close() noexcept {
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
+    closing_ = true;
+    unsettled_.reset();
   }
   pool_.stop();
   const std::lock_guard lock(mutex_);

@@ -1,6 +1,7 @@
 // The CPU device: memory regions, bound LaunchGraphs, and the workers that run them step by step.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -11,12 +12,14 @@
 
 #include "device/binding.h"
 #include "device/thread_pool.h"
+#include "device/weights.h"
 
 namespace tokenspeed::device {
 
 struct DeviceCounters {
   uint64_t steps, nodes;              // that have been started
   uint64_t graphs_loaded, regions_allocated, bytes_allocated;
+  uint64_t bytes_settled;             // of weights that lie in memory of their own
   uint64_t graphs_loaded_after_seal, allocations_after_seal;  // 0 as long as the device keeps its promise
   uint64_t refused_after_seal;        // attempts that it turned down
   uint64_t worker_sleeps;
@@ -29,8 +32,11 @@ class CpuDevice {
   // Throws DeviceError.
   CpuDevice(int num_workers, bool pin);
 
-  // Reads a range of a file into region weights, with all workers. Throws DeviceError.
+  // Makes a range of a file region weights. Throws DeviceError.
   void load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes);
+  // Moves the weights from the file's pages to memory of their own; see weights.h. Steps may run meanwhile, and
+  // close() ends it early. Returns at once when there is nothing to move or another thread moves it.
+  void settle();
   void allocate(RegionKind kind, uint64_t nbytes);
   // The region's memory, which lives as long as the device or the pointer does, whichever is longer.
   std::shared_ptr<Region> region(RegionKind kind) const;
@@ -64,7 +70,9 @@ class CpuDevice {
   Regions regions_;
   std::vector<std::unique_ptr<BoundGraph>> graphs_;
   bool sealed_ = false, closed_ = false, loading_ = false;
-  uint64_t regions_allocated_ = 0, bytes_allocated_ = 0, graphs_loaded_ = 0;
+  std::unique_ptr<Weights> unsettled_;
+  std::atomic<bool> closing_{false};  // ends settle()
+  uint64_t regions_allocated_ = 0, bytes_allocated_ = 0, bytes_settled_ = 0, graphs_loaded_ = 0;
   uint64_t graphs_loaded_after_seal_ = 0, allocations_after_seal_ = 0, refused_after_seal_ = 0;
   ThreadPool pool_;  // last: it stops before anything it uses goes
 };

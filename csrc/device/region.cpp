@@ -15,6 +15,7 @@ namespace tokenspeed::device {
 namespace {
 
 constexpr const char* kNames[kNumRegions] = {"weights", "kv", "arena", "io", "state"};
+constexpr const char* kAdvice = ": lower max_model_len, max_num_seqs or the number of pages, or free memory";
 constexpr uint64_t kUnknown = std::numeric_limits<uint64_t>::max();
 
 // The number after `key` in a file of "key value" lines, or of the file's first word for an empty key.
@@ -62,35 +63,44 @@ uint64_t available_memory() noexcept {
   }
 }
 
-Region::Region(std::string_view what, uint64_t nbytes) {
+void require_memory(std::string_view what, uint64_t nbytes) {
   const std::string name(what);
   if (nbytes == 0) throw DeviceError(name + " needs at least 1 byte, but 0 were asked for");
   const uint64_t available = available_memory();
-  const std::string need = name + " needs " + std::to_string(nbytes) + " bytes of memory";
-  const std::string advice = ": lower max_model_len, max_num_seqs or the number of pages, or free memory";
-  if (nbytes > available) throw DeviceError(need + ", but " + std::to_string(available) + " are available" + advice);
-  size_ = nbytes;
-  const bool large = size_ >= kHugePage;
-  const size_t span = round_up(size_, large ? kHugePage : 4096);
-  mapped_ = span + kHugePage;
-  void* base = mmap(nullptr, mapped_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
-  if (base == MAP_FAILED) {
-    throw DeviceError(need + ", but the system refused to map them (" + std::strerror(errno) + "; " +
-                      std::to_string(available) + " are available)" + advice);
-  }
-  // Give back what lies before and after the aligned range.
-  const auto start = reinterpret_cast<uintptr_t>(base);
-  const uintptr_t aligned = round_up(start, kHugePage);
-  if (aligned != start) munmap(base, aligned - start);
-  const uintptr_t end = start + mapped_;
-  if (end != aligned + span) munmap(reinterpret_cast<void*>(aligned + span), end - aligned - span);
-  mapped_ = span;
-  data_ = reinterpret_cast<std::byte*>(aligned);
-  if (large) madvise(data_, span, MADV_HUGEPAGE);  // advice: without huge pages all is slower, not wrong
+  if (nbytes <= available) return;
+  throw DeviceError(name + " needs " + std::to_string(nbytes) + " bytes of memory, but " + std::to_string(available) +
+                    " are available" + kAdvice);
 }
 
-Region::~Region() { munmap(data_, mapped_); }
+std::byte* reserve_huge(size_t nbytes, int protection) noexcept {
+  const size_t span = round_up(nbytes, 4096), asked = span + Region::kHugePage;
+  void* base = mmap(nullptr, asked, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (base == MAP_FAILED) return nullptr;
+  // Give back what lies before and after the aligned range.
+  const auto start = reinterpret_cast<uintptr_t>(base);
+  const uintptr_t aligned = round_up(start, Region::kHugePage);
+  if (aligned != start) munmap(base, aligned - start);
+  const uintptr_t end = start + asked;
+  if (end != aligned + span) munmap(reinterpret_cast<void*>(aligned + span), end - aligned - span);
+  auto* data = reinterpret_cast<std::byte*>(aligned);
+  if (nbytes >= Region::kHugePage) madvise(data, span, MADV_HUGEPAGE);  // advice: slower without, not wrong
+  return data;
+}
 
-void Region::make_read_only() noexcept { read_only_ = mprotect(data_, mapped_, PROT_READ) == 0; }
+Region::Region(std::string_view what, uint64_t nbytes) {
+  require_memory(what, nbytes);
+  size_ = nbytes;
+  mapped_ = round_up(size_, size_ >= kHugePage ? kHugePage : 4096);
+  base_ = data_ = reserve_huge(mapped_, PROT_READ | PROT_WRITE);
+  if (data_ != nullptr) return;
+  const int code = errno;
+  throw DeviceError(std::string(what) + " needs " + std::to_string(nbytes) +
+                    " bytes of memory, but the system refused to map them (" + std::strerror(code) + "; " +
+                    std::to_string(available_memory()) + " are available)" + kAdvice);
+}
+
+Region::~Region() { munmap(base_, mapped_); }
+
+void Region::make_read_only() noexcept { read_only_ = mprotect(base_, mapped_, PROT_READ) == 0; }
 
 }  // namespace tokenspeed::device

@@ -16,14 +16,18 @@ const char* region_name(RegionKind kind) noexcept;
 // Throws DeviceError for a name that is none of weights, kv, arena, io, state.
 RegionKind region_by_name(std::string_view name);
 
-// Anonymous memory at a 2 MiB boundary, zeroed by the system when first touched; on huge pages where it is
-// large enough. `what` names it in errors.
+// A range of addresses that stays the same as long as the region lives.
 class Region {
  public:
   static constexpr size_t kHugePage = size_t{2} << 20;
 
-  // Throws DeviceError when the system has less memory available than `nbytes`, or refuses the mapping.
+  // Anonymous memory at a 2 MiB boundary, zeroed by the system when first touched; on huge pages where it is
+  // large enough. `what` names it in errors. Throws DeviceError when the system has less memory available than
+  // `nbytes`, or refuses the mapping.
   Region(std::string_view what, uint64_t nbytes);
+  // `nbytes` that begin `lead` bytes into the mapping at `base`, which the region unmaps at its end.
+  Region(std::byte* base, size_t mapped, size_t lead, uint64_t nbytes) noexcept
+      : base_(base), data_(base + lead), size_(nbytes), mapped_(mapped) {}
   ~Region();
   Region(const Region&) = delete;
   Region& operator=(const Region&) = delete;
@@ -31,11 +35,14 @@ class Region {
   std::byte* data() const noexcept { return data_; }
   size_t size() const noexcept { return size_; }
   bool read_only() const noexcept { return read_only_; }
+  std::byte* base() const noexcept { return base_; }  // of the mapping, whole pages, that holds the region
+  size_t mapped() const noexcept { return mapped_; }
 
   // From here on a stray write faults instead of changing the contents silently.
   void make_read_only() noexcept;
 
  private:
+  std::byte* base_ = nullptr;
   std::byte* data_ = nullptr;
   size_t size_ = 0;
   size_t mapped_ = 0;
@@ -44,5 +51,12 @@ class Region {
 
 // Bytes that this process can still use: the system's estimate, less where its control group allows less.
 uint64_t available_memory() noexcept;
+
+// Throws DeviceError unless the system has `nbytes` (at least 1) available for `what`.
+void require_memory(std::string_view what, uint64_t nbytes);
+
+// Reserves addresses for `nbytes` that begin at a multiple of 2 MiB; nullptr when the system refuses. The
+// protection is mmap's. Memory comes with the first touch, on huge pages where the system has them.
+std::byte* reserve_huge(size_t nbytes, int protection) noexcept;
 
 }  // namespace tokenspeed::device

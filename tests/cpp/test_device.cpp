@@ -1,4 +1,5 @@
 // The worker pool, memory regions and the CPU device. Also meant to run under the thread sanitizer.
+#include <sys/mman.h>
 #include <sys/resource.h>
 #include <unistd.h>
 
@@ -8,6 +9,7 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
+#include <cstring>
 #include <functional>
 #include <new>
 #include <string>
@@ -17,7 +19,7 @@
 #include "device/cpu_device.h"
 #include "device/errors.h"
 #include "device/thread_pool.h"
-#include "device/weights_reader.h"
+#include "device/weights.h"
 #include "graph_bytes.h"
 #include "test.h"
 
@@ -301,18 +303,96 @@ std::vector<std::byte> counted_bytes(size_t count) {
 
 }  // namespace
 
+// At multiples of 64 bytes the file is mapped, elsewhere copied; 3 MiB puts the mapping in the middle of a huge page.
 TEST(weights_arrive_whole_and_read_only) {
-  const auto bytes = counted_bytes((5u << 20) + 12345);
+  const auto bytes = counted_bytes((9u << 20) + 12345);
+  const TempFile file(bytes);
+  for (const uint64_t offset : {uint64_t{0}, uint64_t{64}, uint64_t{777}, uint64_t{4096}, (uint64_t{3} << 20) + 128}) {
+    CpuDevice device(2, false);
+    const uint64_t size = bytes.size() - offset - 1000;
+    device.load_weights(file.path, offset, size);
+    const auto region = device.region(RegionKind::Weights);
+    const auto whole = [&] {
+      return std::equal(region->data(), region->data() + size, bytes.begin() + static_cast<long>(offset));
+    };
+    const bool copied = offset % 64 != 0;
+    CHECK(region->size() == size && region->read_only() && whole());
+    CHECK(reinterpret_cast<uintptr_t>(region->data()) % 64 == 0);
+    CHECK(device.counters().bytes_settled == (copied ? size : 0));
+    CHECK(contains(error_of([&] { device.load_weights(file.path, 0, 8); }), "region weights is allocated already with"));
+    CHECK(contains(error_of([&] { device.allocate(RegionKind::Weights, 8); }),
+                   "is filled from a file: use load_weights"));
+    device.seal();
+    const std::byte* before = region->data();
+    device.settle();
+    CHECK(region->data() == before && whole() && device.counters().bytes_settled == size);
+    CHECK(device.counters().allocations_after_seal == 0);
+    device.settle();  // nothing is left to do
+  }
+}
+
+TEST(settled_weights_do_not_follow_their_file) {
+  const auto bytes = counted_bytes(5u << 20);
   const TempFile file(bytes);
   CpuDevice device(2, false);
-  const uint64_t offset = 777, size = bytes.size() - 1000;
-  device.load_weights(file.path, offset, size);
+  device.load_weights(file.path, 64, bytes.size() - 64);
+  device.settle();
+  CHECK(truncate(file.path.c_str(), 0) == 0);
   const auto region = device.region(RegionKind::Weights);
-  CHECK(region->size() == size && region->read_only());
-  CHECK(std::equal(region->data(), region->data() + size, bytes.begin() + static_cast<long>(offset)));
-  CHECK(contains(error_of([&] { device.load_weights(file.path, 0, 8); }), "region weights is allocated already with"));
-  CHECK(contains(error_of([&] { device.allocate(RegionKind::Weights, 8); }),
-                 "is filled from a file: use load_weights"));
+  CHECK(std::equal(region->data(), region->data() + region->size(), bytes.begin() + 64));
+}
+
+TEST(weights_are_read_while_they_settle) {
+  const auto bytes = counted_bytes(16u << 20);
+  const TempFile file(bytes);
+  CpuDevice device(1, false);
+  device.load_weights(file.path, 0, bytes.size());
+  const auto region = device.region(RegionKind::Weights);
+  std::atomic<bool> done{false}, wrong{false};
+  std::vector<std::thread> readers;
+  for (int i = 0; i < 2; ++i) {
+    readers.emplace_back([&] {
+      do {
+        if (std::memcmp(region->data(), bytes.data(), bytes.size()) != 0) wrong = true;
+      } while (!done);
+    });
+  }
+  // Addresses that a copy has left may be given to anybody at once, and stay theirs.
+  std::vector<char*> others;
+  readers.emplace_back([&] {
+    do {
+      void* page = mmap(nullptr, 4096, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+      others.push_back(static_cast<char*>(page));
+      *others.back() = 1;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    } while (!done);
+  });
+  device.settle();
+  done = true;
+  for (std::thread& reader : readers) reader.join();
+  CHECK(!wrong && device.counters().bytes_settled == bytes.size());
+  for (char* page : others) CHECK(*page == 1 && munmap(page, 4096) == 0);
+}
+
+TEST(settling_a_file_that_shrank_keeps_what_is_mapped) {
+  const auto bytes = counted_bytes(6u << 20);
+  const TempFile file(bytes);
+  CpuDevice device(1, false);
+  device.load_weights(file.path, 0, bytes.size());
+  CHECK(truncate(file.path.c_str(), 3 << 20) == 0);
+  device.settle();
+  const auto region = device.region(RegionKind::Weights);
+  CHECK(device.counters().bytes_settled == 0);
+  CHECK(std::equal(region->data(), region->data() + (3 << 20), bytes.begin()));
+}
+
+TEST(closing_ends_settling) {
+  const TempFile file(counted_bytes(4u << 20));
+  CpuDevice device(1, false);
+  device.load_weights(file.path, 0, 4u << 20);
+  device.close();
+  device.settle();
+  CHECK(device.counters().bytes_settled == 0);
 }
 
 TEST(weights_that_cannot_be_read_are_refused) {
