@@ -250,6 +250,7 @@ def test_health_models_version_info_and_page(server: Running) -> None:
     info = get("/get_server_info").json()
     assert info["status"] == "ready" and info["engine"]["target"] == "cpu:fake"
     assert info["envelope"] == {"max_model_len": 256} and info["settings"]["api_key"] is False
+    assert 0 < info["startup_seconds"]["web"] <= info["startup_seconds"]["ready"]
     page = get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8" and "<!doctype html>" in page.text
     assert "default-src 'none'" in page.headers["content-security-policy"]

@@ -12,7 +12,7 @@ from checkpoint_files import HF_CONFIG, byte_level_metadata, sentencepiece_model
 from tokenizers import Tokenizer
 
 from tokenspeed.compile.checkpoint import open_checkpoint
-from tokenspeed.compile.tokenizer import TokenizerFiles
+from tokenspeed.compile.tokenizer import TokenizerFiles, quick_to_load
 from tokenspeed.compile.tokenizer_gguf import read_tokenizer as read_gguf_tokenizer
 from tokenspeed.errors import CheckpointError
 
@@ -243,3 +243,31 @@ def test_truncated_sentencepiece_never_crashes(directory: Path) -> None:
             open_checkpoint(directory).tokenizer()
         except CheckpointError as error:
             assert "tokenizer.model" in str(error)
+
+
+# ---- the form that loads quickly ------------------------------------------------------------------------------
+
+
+def bpe(merges: list[Any], **model: Any) -> bytes:
+    parts = {part for merge in merges for part in merge}
+    vocab = {token: i for i, token in enumerate(sorted(parts | {"".join(m) for m in merges}))}
+    return json.dumps({"version": "1.0", "model": {"type": "BPE", "vocab": vocab, "merges": merges, **model}}).encode()
+
+
+def test_merges_become_strings_and_the_tokenizer_stays_the_same() -> None:
+    pairs = bpe([["a", "b"], ["ab", "é"], ["#versio", "n"]])
+    quick = quick_to_load(pairs)
+    assert json.loads(quick)["model"]["merges"] == ["a b", "ab é", "#versio n"]
+    assert Tokenizer.from_str(quick.decode()).to_str() == Tokenizer.from_str(pairs.decode()).to_str()
+    assert quick_to_load(quick) == quick
+
+
+@pytest.mark.parametrize("merges", [[["a", "b"], ["a", " "]], [["#version", "b"]], []])
+def test_merges_that_strings_cannot_say_stay_pairs(merges: list[Any]) -> None:
+    assert quick_to_load(bpe(merges)) == bpe(merges)
+
+
+def test_models_without_merges_stay_as_they_are() -> None:
+    for model in ({"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.5]]}, None):
+        data = json.dumps({"model": model}).encode()
+        assert quick_to_load(data) == data

@@ -29,8 +29,8 @@ the usual walk:
 """
 
 
-def build_parser() -> argparse.ArgumentParser:
-    """The whole command line."""
+def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
+    """The command line with ``commands``; by default the whole."""
     parser = argparse.ArgumentParser(
         prog="tokenspeed",
         description="An LLM inference engine shaped like a compiler: build an artifact once, serve it anywhere.",
@@ -39,14 +39,16 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tokenspeed {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for name in COMMANDS:
+    for name in commands:
         import_module(f"tokenspeed.cli.{name}").add_parser(subparsers)
     return parser
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Parse a command line; exits with 2 if it is malformed."""
-    parser = build_parser()
+    argv = sys.argv[1:] if argv is None else argv
+    # A command imports its own options only: a server that starts should not wait for those of all the others.
+    parser = build_parser(argv[:1] if argv[:1] and argv[0] in COMMANDS else COMMANDS)
     args, rest = parser.parse_known_args(argv)
     # argparse takes an optional positional for absent once an option follows the one before it, and then does not
     # know the real one: `run ARTIFACT --raw PROMPT`.

@@ -52,8 +52,8 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def load_options(args: argparse.Namespace) -> LoadOptions:
-    """LoadOptions of the parsed arguments."""
+def load_options(args: argparse.Namespace, *, settle: bool = True) -> LoadOptions:
+    """LoadOptions of the parsed arguments; ``settle`` false for a command that should answer at once."""
     from tokenspeed.runtime.loader import LoadOptions
     from tokenspeed.target import Target
 
@@ -65,6 +65,7 @@ def load_options(args: argparse.Namespace) -> LoadOptions:
         kv_gib=args.kv_gib,
         verify=args.verify,
         pin=args.pin,
+        settle=settle,
     )
 
 

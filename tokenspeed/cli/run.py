@@ -82,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         stop=tuple(args.stop),
     )
-    with load(args.artifact, options=load_options(args)) as engine:
+    with load(args.artifact, options=load_options(args, settle=False)) as engine:
         if prompt is None:
             return _chat(engine, params, args.system)
         request = prompt if args.raw else [*_system(args.system), {"role": "user", "content": prompt}]

@@ -48,7 +48,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve until a signal; the artifact loads on a thread while this one imports the web stack."""
     from tokenspeed.runtime.server import ServerSettings, serve_loading
 
-    options = load_options(args)
+    options = load_options(args, settle=False)
     _check(args)
     settings = ServerSettings(
         host=args.host,

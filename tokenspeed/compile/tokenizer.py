@@ -9,6 +9,7 @@ tokens gives what a bare prompt needs, without gives what a rendered chat templa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
@@ -302,4 +303,21 @@ def _finish(tokenizer: Tokenizer, vocabulary: Vocabulary) -> bytes:
         template = [*([] if first is None else [first]), "$A", *([] if last is None else [last])]
         named = [(vocabulary.tokens[i], i) for i in outer if i is not None]
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=named)
-    return tokenizer.to_str(pretty=False).encode()
+    return quick_to_load(tokenizer.to_str(pretty=False).encode())
+
+
+def quick_to_load(tokenizer_json: bytes) -> bytes:
+    """The same tokenizer with its merges as ``"a b"`` rather than ``["a", "b"]``, where the two forms say the same.
+
+    The library reads both; this one takes it a third less time and memory, and a server that starts waits for it.
+    """
+    data = json.loads(tokenizer_json)
+    merges = (data.get("model") or {}).get("merges") or []
+    # A string is cut at its spaces, and taken for a comment if it begins like one.
+    if not merges or any(
+        isinstance(merge, str) or any(" " in part for part in merge) or merge[0].startswith("#version")
+        for merge in merges
+    ):
+        return tokenizer_json
+    data["model"]["merges"] = [" ".join(merge) for merge in merges]
+    return json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode()

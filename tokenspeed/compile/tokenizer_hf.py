@@ -18,6 +18,7 @@ from tokenspeed.compile.tokenizer import (
     Vocabulary,
     adds_bos,
     load_tokenizer,
+    quick_to_load,
     sentencepiece_tokenizer,
 )
 from tokenspeed.errors import CheckpointError
@@ -60,7 +61,7 @@ def read_tokenizer(directory: Path, config: ModelConfig) -> TokenizerFiles:
     bos = text_of("bos_token", config.bos_token_id)
     eos = text_of("eos_token", config.eos_token_ids[0] if config.eos_token_ids else None)
     return TokenizerFiles(
-        tokenizer_json=tokenizer_json,
+        tokenizer_json=quick_to_load(tokenizer_json),
         chat_template=_chat_template(directory, settings),
         bos_token=bos,
         eos_token=eos,

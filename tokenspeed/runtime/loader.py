@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,23 +24,29 @@ from tokenspeed.target import Target, runnable_targets
 KV_SHARE_OF_MEMORY = 0.25
 """Share of the memory left after weights and arena that KV pages may take when no size is given. The operating
 system hands the pages out as they are first used."""
+SETTLE_NICENESS = 10
+"""Scheduling priority of weights that settle beside requests: about a tenth of a core while the workers want all."""
 
 
 @dataclass(frozen=True)
 class LoadOptions:
     """How to load. ``threads`` None uses every core this process may use; ``kv_gib`` None sizes the KV pages from
-    free memory; ``verify`` is one of tokenspeed.artifact.VERIFY_LEVELS."""
+    free memory; ``verify`` is one of tokenspeed.artifact.VERIFY_LEVELS. Weights begin as pages of the artifact's
+    file, and settle in memory of their own: ``settle`` waits for that, otherwise it goes on beside the first
+    requests, which makes ready sooner and the first second slower."""
 
     target: Target | None = None
     threads: int | None = None
     kv_gib: float | None = None
     verify: str = "quick"
     pin: bool = False
+    settle: bool = True
 
 
 @dataclass
 class Loaded:
-    """A model in memory, ready to run steps. ``seconds`` says where the time went."""
+    """A model in memory, ready to run steps. ``seconds`` says where the time went; ``weights`` and ``tokenizer``
+    pass at the same time."""
 
     artifact: Artifact
     section: TargetSection
@@ -58,38 +66,36 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
     """
     options = options or LoadOptions()
     seconds: dict[str, float] = {}
-    started = time.perf_counter()
-
-    def lap(name: str) -> None:
-        nonlocal started
-        now = time.perf_counter()
-        seconds[name], started = now - started, now
-
-    artifact = Artifact.open(Path(path))
-    section = choose_target(artifact.manifest, runnable_targets(), options.target)
-    _check_kernels(section)
-    artifact.verify(options.verify)
-    lap("verify")
-
+    with _timed(seconds, "verify"):
+        artifact = Artifact.open(Path(path))
+        section = choose_target(artifact.manifest, runnable_targets(), options.target)
+        _check_kernels(section)
+        artifact.verify(options.verify)
     threads = options.threads or len(os.sched_getaffinity(0))
     num_pages = plan_pages(artifact, section, options.kv_gib)
     device = _native.CpuDevice(threads, options.pin)
-    weights = _in_background(lambda: _load_weights(device, artifact, section))
-    tokenizer = Tokenizer.from_artifact(artifact)
-    lap("tokenizer")
+    # The library that parses tokenizers keeps the interpreter's lock meanwhile; mapping weights needs none.
+    weights = _Background("tokenspeed-weights", lambda: _load_weights(device, artifact, section, seconds))
+    with _timed(seconds, "tokenizer"):
+        tokenizer = Tokenizer.from_artifact(artifact)
     weights.result()
-    lap("weights")
-    for region, nbytes in (
-        ("kv", num_pages * section.kv_page_bytes),
-        ("arena", section.arena_bytes),
-        ("io", section.io_bytes),
-        ("state", section.state_bytes),
-    ):
-        device.allocate(region, nbytes)
-    graphs = [_load_graph(device, artifact, bucket.graph, section.kv_page_bytes) for bucket in section.buckets]
-    device.seal()
-    lap("graphs")
+    with _timed(seconds, "graphs"):
+        _allocate(device, section, num_pages)
+        graphs = [_load_graph(device, artifact, bucket.graph, section.kv_page_bytes) for bucket in section.buckets]
+        device.seal()
+    if options.settle:
+        with _timed(seconds, "settle"):
+            device.settle()
+    else:
+        _Background("tokenspeed-settle", lambda: _settle_gently(device))
     return Loaded(artifact, section, Executor(device, section, graphs), tokenizer, num_pages, threads, seconds)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    started = time.perf_counter()
+    yield
+    seconds[name] = time.perf_counter() - started
 
 
 def plan_pages(artifact: Artifact, section: TargetSection, kv_gib: float | None) -> int:
@@ -149,14 +155,31 @@ def _check_kernels(section: TargetSection) -> None:
         )
 
 
-def _load_weights(device: Any, artifact: Artifact, section: TargetSection) -> None:
+def _load_weights(device: Any, artifact: Artifact, section: TargetSection, seconds: dict[str, float]) -> None:
     at = artifact.locate(section.weights)
     if section.weights_offset + section.weights_bytes > at.bytes:
         raise ArtifactError(f"{section.weights} is too short: the manifest places weights beyond its end")
     try:
-        device.load_weights(str(at.path), at.offset + section.weights_offset, section.weights_bytes)
+        with _timed(seconds, "weights"):
+            device.load_weights(str(at.path), at.offset + section.weights_offset, section.weights_bytes)
     except _native.DeviceError as e:
         raise ResourceError(f"cannot load the weights: {e}") from None
+
+
+def _settle_gently(device: Any) -> None:
+    # Requests come first; on an idle machine this makes no difference.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SETTLE_NICENESS)
+    device.settle()
+
+
+def _allocate(device: Any, section: TargetSection, num_pages: int) -> None:
+    for region, nbytes in (
+        ("kv", num_pages * section.kv_page_bytes),
+        ("arena", section.arena_bytes),
+        ("io", section.io_bytes),
+        ("state", section.state_bytes),
+    ):
+        device.allocate(region, nbytes)
 
 
 def _load_graph(device: Any, artifact: Artifact, name: str, kv_page_bytes: int) -> int:
@@ -167,10 +190,12 @@ def _load_graph(device: Any, artifact: Artifact, name: str, kv_page_bytes: int) 
 
 
 class _Background:
-    def __init__(self, work: Any):
+    """``work`` on a thread of its own. The process does not end before it: it may be inside the native module."""
+
+    def __init__(self, name: str, work: Callable[[], None]):
         self._error: BaseException | None = None
         self._work = work
-        self._thread = threading.Thread(target=self._run, name="tokenspeed-weights", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=name)
         self._thread.start()
 
     def _run(self) -> None:
@@ -180,13 +205,10 @@ class _Background:
             self._error = e
 
     def result(self) -> None:
+        """Wait for the end. Raises what ``work`` raised."""
         self._thread.join()
         if self._error is not None:
             raise self._error
-
-
-def _in_background(work: Any) -> _Background:
-    return _Background(work)
 
 
 def _gib(nbytes: int) -> str:

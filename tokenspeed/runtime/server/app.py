@@ -131,6 +131,7 @@ async def server_info(request: Request) -> Response:
         "version": __version__,
         "status": state.phase.value,
         "uptime_seconds": round(time.time() - state.started, 3),
+        "startup_seconds": state.startup,
         "model": state.model_name,
         "settings": _public_settings(state.settings),
     }

@@ -6,12 +6,10 @@ import asyncio
 import contextlib
 import gc
 import logging
-import os
 import signal
 import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import uvicorn
@@ -20,7 +18,7 @@ import uvloop
 from tokenspeed.errors import TokenSpeedError
 from tokenspeed.runtime.async_llm import EngineLike
 from tokenspeed.runtime.server.app import create_app
-from tokenspeed.runtime.server.settings import ServerSettings, url
+from tokenspeed.runtime.server.settings import ServerSettings, seconds_since_exec, url
 from tokenspeed.runtime.server.state import ServerState
 from tokenspeed.runtime.tokenizer import Tokenizer
 
@@ -42,6 +40,7 @@ class HttpServer:
         listener: from ``bind``.
         wait_for_engine: blocks until the engine is loaded, or raises what loading raised.
         tokenizer: the engine's own by default.
+        startup: what has happened so far (see ``ServerState.startup``); the server adds to it.
     """
 
     def __init__(
@@ -50,8 +49,9 @@ class HttpServer:
         listener: socket.socket,
         wait_for_engine: Callable[[], EngineLike],
         tokenizer: Tokenizer | None = None,
+        startup: dict[str, float] | None = None,
     ):
-        self.state = ServerState(settings)
+        self.state = ServerState(settings, startup)
         self.url = url(listener)
         self._settings = settings
         self._listener = listener
@@ -74,6 +74,7 @@ class HttpServer:
         )
         self._server = uvicorn.Server(config)
         self._server.capture_signals = contextlib.nullcontext  # type: ignore[assignment, method-assign]
+        self.state.startup["web"] = seconds_since_exec()
 
     async def run(self, *, handle_signals: bool = False) -> None:
         """Serve until ``stop``; returns when drained. Raises what loading the engine raised."""
@@ -105,11 +106,13 @@ class HttpServer:
         await self._drain()
 
     def _ready(self, engine: EngineLike) -> None:
+        self.state.startup["ready"] = ready = seconds_since_exec()
         gc.freeze()  # what was loaded stays: the collector need not walk it again
+        gc.enable()
         if self._settings.announce:
             info = engine.info
             print(
-                f"ready: {info.model} on {info.target} at {self.url} ({seconds_since_exec():.2f} s after exec)",
+                f"ready: {info.model} on {info.target} at {self.url} ({ready:.2f} s after exec)",
                 file=sys.stderr,
                 flush=True,
             )
@@ -145,10 +148,3 @@ def _enable_access_log() -> None:
     logger.handlers = [logging.StreamHandler(sys.stderr)]
     logger.propagate = False
     logger.setLevel(logging.INFO)
-
-
-def seconds_since_exec() -> float:
-    """Seconds since this process started (its resolution is the kernel's clock tick, 10 ms)."""
-    with open("/proc/self/stat", "rb") as f:
-        started_ticks = int(f.read().rsplit(b")", 1)[1].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")

@@ -6,11 +6,12 @@ at the same time (loading spends most of its time outside the interpreter's lock
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tokenspeed.runtime.server.settings import ServerSettings, bind
+from tokenspeed.runtime.server.settings import ServerSettings, bind, seconds_since_exec
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.async_llm import EngineLike
@@ -36,23 +37,28 @@ def serve_loading(
         TokenSpeedError: whatever ``load`` raises.
     """
     with bind(settings) as listener:
-        loading = _Loading(load)
+        startup = {"bound": seconds_since_exec()}
+        gc.disable()  # what a start allocates stays: looking for garbage costs a tenth of it and finds none
+        loading = _Loading(load, startup)
         try:
             from tokenspeed.runtime.server import http
 
-            http.run(http.HttpServer(settings, listener, loading.wait, tokenizer), handle_signals=True)
+            server = http.HttpServer(settings, listener, loading.wait, tokenizer, startup)
+            http.run(server, handle_signals=True)
         finally:
+            gc.enable()
             if (engine := loading.outcome()) is not None:
                 engine.close(drain=False)
     return 0
 
 
 class _Loading(threading.Thread):
-    """Runs ``load``; ``wait`` returns its engine or raises its error."""
+    """Runs ``load`` and notes its end in ``startup``; ``wait`` returns its engine or raises its error."""
 
-    def __init__(self, load: Callable[[], EngineLike]):
+    def __init__(self, load: Callable[[], EngineLike], startup: dict[str, float]):
         super().__init__(name="tokenspeed-loader", daemon=True)
         self._load = load
+        self._startup = startup
         self._engine: EngineLike | None = None
         self._error: BaseException | None = None
         self.start()
@@ -60,6 +66,7 @@ class _Loading(threading.Thread):
     def run(self) -> None:
         try:
             self._engine = self._load()
+            self._startup["engine"] = seconds_since_exec()
         except BaseException as e:  # raised again by wait()
             self._error = e
 

@@ -20,11 +20,18 @@ class Phase(StrEnum):
 
 
 class ServerState:
-    """The one object that all handlers share. Lives on the event loop."""
+    """The one object that all handlers share. Lives on the event loop.
 
-    def __init__(self, settings: ServerSettings):
+    Attributes:
+        startup: when each part of the start was done, in seconds after exec: ``bound`` (the socket listens),
+            ``web`` (the web stack is imported and set up), ``engine`` (the artifact is loaded, on another thread),
+            ``ready``.
+    """
+
+    def __init__(self, settings: ServerSettings, startup: dict[str, float] | None = None):
         self.settings = settings
         self.started = time.time()
+        self.startup = {} if startup is None else startup
         self.llm: AsyncLLM | None = None
         self.metrics: ServerMetrics | None = None
         self.served_names = settings.served_names
