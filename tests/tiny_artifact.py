@@ -14,9 +14,11 @@ from checkpoint_files import HF_CONFIG, write_hf
 from tiny_llama import tiny_config, tiny_weights
 from tiny_tokenizers import CHATML, byte_level_json
 
+import tokenspeed
 from tokenspeed.compile.checkpoint import ModelConfig
 
-ROOT = Path(__file__).resolve().parent.parent
+HOME = Path(tokenspeed.__file__).resolve().parent.parent
+"""Where this process found the package, and where its children shall: the checkout or site-packages."""
 VOCAB_SIZE = 283
 """Odd, and more than the tokenizer's 267 tokens, as in many a published model."""
 
@@ -64,8 +66,8 @@ def write_checkpoint(
 
 
 def cli_environment(**changes: str) -> dict[str, str]:
-    """The environment of a child process that runs this checkout."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "TOKENSPEED_API_KEY": "", **changes}
+    """The environment of a child process that runs the same package as this one."""
+    return {**os.environ, "PYTHONPATH": str(HOME), "TOKENSPEED_API_KEY": "", **changes}
 
 
 def command(*args: str | Path, python: Sequence[str] = (sys.executable,)) -> list[str]:
