@@ -213,6 +213,42 @@ def test_hostile_manifests_are_refused_or_load(damaged: Path) -> None:
     assert tried == 210
 
 
+@pytest.mark.parametrize(
+    ("name", "args"), [("selection.json", ("explain",)), ("program.json", ("inspect", "--program"))]
+)
+def test_reports_are_checked_before_they_are_shown(damaged: Path, name: str, args: tuple[str, ...]) -> None:
+    whole = (damaged / name).read_bytes()
+    for damage, text in ((whole.replace(b"0", b"1"), "its SHA-256 is not the manifest's"), (None, "is missing")):
+        (damaged / name).unlink() if damage is None else (damaged / name).write_bytes(damage)
+        ran = cli(args[0], damaged, *args[1:])
+        assert (ran.returncode, ran.stdout) == (7, "")
+        assert f"{name} is damaged: {text}" in ran.stderr or f"the file {name} {text}" in ran.stderr
+        assert ran.stderr.splitlines()[-1].startswith("hint: ")
+
+
+TOKENIZER, TEXTS = "tokenizer/tokenizer.json", "tokenizer/config.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "text"),
+    [
+        (TOKENIZER, b"", "tokenizer.json cannot be read"),
+        (TOKENIZER, b'{"model": {}}', "tokenizer.json cannot be read"),
+        (TEXTS, b"[" * 100_000, "config.json is not JSON"),
+        (TEXTS, b"[]", "config.json must hold a JSON object"),
+        (TEXTS, b'{"eos_token_ids": 2}', "need token ids as eos_token_ids"),
+        (TEXTS, b'{"eos_token_ids": ["x"]}', "need token ids as eos_token_ids"),
+        (TEXTS, b'{"eos_token_ids": [], "bos_token": 1}', "need a text or null as bos_token"),
+        (TEXTS, b'{"eos_token_ids": [], "add_bos": true}', "add_bos needs a bos_token, have None"),
+    ],
+)
+def test_hostile_tokenizers(damaged: Path, name: str, data: bytes, text: str) -> None:
+    (damaged / name).write_bytes(data)
+    reseal(damaged)
+    with pytest.raises(ArtifactError, match=text):
+        loader.load(damaged, LoadOptions(kv_gib=0.05, threads=1))
+
+
 def test_a_deeply_nested_manifest() -> None:
     with pytest.raises(ArtifactError, match="is not a manifest"):
         Manifest.from_bytes(b"[" * 100_000)

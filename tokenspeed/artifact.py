@@ -274,6 +274,19 @@ class Artifact:
         except OSError as e:
             raise ArtifactError(f"{self.path}: cannot read {name}: {e.strerror}") from None
 
+    def read_json(self, name: str) -> Any:
+        """The contents of the JSON file ``name``, whose digest is checked. Raises ArtifactError."""
+        data, entry = self.read(name), self.manifest.files.get(name)
+        if entry is None or hashlib.sha256(data).hexdigest() != entry.sha256:
+            raise ArtifactError(
+                f"{self.path}: {name} is damaged: its SHA-256 is not the manifest's",
+                hint="copy the artifact again from where it was built, or rebuild it",
+            )
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as e:
+            raise ArtifactError(f"{self.path}: {name} is not JSON: {e}", hint="rebuild the artifact") from None
+
     def verify(self, level: str = "full") -> int:
         """Check the files against the manifest at ``level`` (one of VERIFY_LEVELS); returns the bytes hashed.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_json, print_json
@@ -32,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenspeed.artifact import Artifact
 
     artifact = Artifact.open(args.artifact)
-    report = json.loads(artifact.read("selection.json"))["targets"]
+    report = artifact.read_json("selection.json")["targets"]
     found = [
         {**target, "decisions": decisions}
         for target in report

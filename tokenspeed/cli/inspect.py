@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
         else:
             print(graph)
     elif args.program:
-        text = artifact.read("program.json").decode()
+        program = artifact.read_json("program.json")
         if args.json:
-            print(text)
+            print_json(program)
         else:
-            for op in json.loads(text)["ops"]:
+            for op in program["ops"]:
                 print(f"{op['name']:<32}{op['kind']:<20}{', '.join(op['inputs'])} -> {', '.join(op['outputs'])}")
     elif args.json:
         print_json({"digest": artifact.digest, **json.loads(artifact.read("manifest.json"))})

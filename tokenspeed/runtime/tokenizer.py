@@ -113,10 +113,16 @@ class Tokenizer:
 def _config(raw: bytes) -> Mapping[str, Any]:
     try:
         config = json.loads(raw)
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise ArtifactError(f"tokenizer/config.json is not JSON: {e}", hint=_REBUILD) from None
     if not isinstance(config, dict):
         raise ArtifactError("tokenizer/config.json must hold a JSON object", hint=_REBUILD)
+    for name in ("chat_template", "bos_token", "eos_token", "pad_token", "unk_token"):
+        if not isinstance(config.get(name), str | None):
+            raise ArtifactError(f"tokenizer/config.json: need a text or null as {name}", hint=_REBUILD)
+    ids = config.get("eos_token_ids")
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 1 << 31 for i in ids):
+        raise ArtifactError("tokenizer/config.json: need token ids as eos_token_ids", hint=_REBUILD)
     return config
 
 
