@@ -56,10 +56,10 @@ def cut(name: str, keep: float) -> Callable[[Path], None]:
     return damage
 
 
-def config(**changes: Any) -> Callable[[Path], None]:
+def config(name: str = "config.json", **changes: Any) -> Callable[[Path], None]:
     def damage(folder: Path) -> None:
-        values = json.loads((folder / "config.json").read_text())
-        (folder / "config.json").write_text(json.dumps({**values, **changes}))
+        values = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps({**values, **changes}))
 
     return damage
 
@@ -83,6 +83,10 @@ def config(**changes: Any) -> Callable[[Path], None]:
         (config(num_hidden_layers=2), "9 of 20 tensors are missing, first model.layers.1.input_layernorm.weight"),
         (config(num_hidden_layers=10**9), "need at most 4096 layers"),
         (config(vocab_size="many"), "need an integer as vocab_size, have 'many'"),
+        (config(eos_token_id=283), "need end tokens below the vocab_size 283, have 283"),
+        (config(rope_theta=1.0), "need a rope_theta above 1, have 1.0"),
+        (config("tokenizer_config.json", eos_token="\ud800"), "eos_token holds half of a surrogate pair: '.ud800'"),
+        (config("tokenizer_config.json", chat_template="\ud800"), "chat_template holds half of a surrogate pair"),
         (config(rope_scaling={"rope_type": "dynamic", "factor": 2}), "rope scaling 'dynamic' is not supported"),
     ],
 )  # fmt: skip

@@ -31,7 +31,7 @@ from tokenspeed.compile.program import Program
 from tokenspeed.compile.verify import verify
 from tokenspeed.compile.weights import WeightPlan, write_weights
 from tokenspeed.envelope import Envelope, read_recipe, resolve
-from tokenspeed.errors import UsageError
+from tokenspeed.errors import CheckpointError, UsageError
 from tokenspeed.kernels.native_specs import native_registry
 
 
@@ -101,7 +101,8 @@ def build(
     with progress.stage("checkpoint"):
         source = open_checkpoint(checkpoint)
         envelope = _envelope(source, flags, recipe)
-        tokenizer = source.tokenizer()
+        tokenizer = asdict(source.tokenizer())
+        _check_texts(tokenizer)
     with progress.stage("program"):
         program = build_program(
             source.config, dtype=envelope.dtype, max_model_len=envelope.max_model_len, page_size=envelope.page_size
@@ -131,7 +132,7 @@ def build(
             _write_weights(folder, files, fused, source, progress)
         with progress.stage("graphs"):
             sections = tuple(_write_target(folder, target, files, _cost(fused, target)) for target in lowered)
-            _write_tokenizer(folder, asdict(tokenizer))
+            _write_tokenizer(folder, tokenizer)
             _write_json(folder / "selection.json", {"targets": [t.selection.to_json() for t in lowered]})
             (folder / "program.json").write_text(fused.to_json())
         with progress.stage("seal"):
@@ -254,6 +255,15 @@ def _cost(program: Program, target: LoweredTarget) -> StepCost:
         assert isinstance(features_out, int) and isinstance(features_in, int)
         flops[str(program.values[op.operand("x")].shape[0])] += 2 * features_out * features_in
     return StepCost(nbytes, flops["num_tokens"], flops["num_logit_rows"])
+
+
+def _check_texts(tokenizer: Mapping[str, Any]) -> None:
+    """JSON escapes can hold what no UTF-8 file can."""
+    for name, value in tokenizer.items():
+        try:
+            value.encode() if isinstance(value, str) else None
+        except UnicodeEncodeError:
+            raise CheckpointError(f"the tokenizer's {name} holds half of a surrogate pair: {value!r:.60}") from None
 
 
 def _write_tokenizer(folder: Path, files: dict[str, Any]) -> None:

@@ -232,7 +232,15 @@ def check_config(config: ModelConfig, source: Path) -> None:
         raise CheckpointError(f"{source}: need an even head_dim for rotary embeddings, have {config.head_dim}")
     if config.sliding_window is not None and config.sliding_window <= 0:
         raise CheckpointError(f"{source}: need a positive sliding_window or none, have {config.sliding_window}")
-    _check_positive(source, rms_norm_eps=config.rms_norm_eps, rope_theta=config.rope_theta)
+    _check_positive(source, rms_norm_eps=config.rms_norm_eps)
+    if not 1 < config.rope_theta < math.inf:
+        raise CheckpointError(f"{source}: need a rope_theta above 1, have {config.rope_theta}")
+    for token_id in config.eos_token_ids:
+        if not 0 <= token_id < config.vocab_size:
+            raise CheckpointError(
+                f"{source}: need end tokens below the vocab_size {config.vocab_size}, have {token_id}",
+                hint="config and weights belong to different models: fetch the checkpoint again",
+            )
     factors = config.rope_freq_factors
     if factors is not None and len(factors) != config.head_dim // 2:
         raise CheckpointError(

@@ -79,6 +79,8 @@ def _optional_json(path: Path) -> dict[str, Any]:
 def _token_text(value: Any, role: str, directory: Path) -> str | None:
     """A token given as text, as an AddedToken object, or as null."""
     content = value.get("content") if isinstance(value, dict) else value
+    if isinstance(content, str) and not content.isascii() and any(0xD800 <= ord(c) < 0xE000 for c in content):
+        raise CheckpointError(f"{directory}: {role} holds half of a surrogate pair: {content!r:.60}")
     if content is not None and not isinstance(content, str):
         raise CheckpointError(f"{directory}: need a text or an object with content as {role}, have {value!r}")
     return content
