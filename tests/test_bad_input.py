@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_artifact import write_checkpoint
+from checkpoint_files import write_hf
+from tiny_artifact import hf_config, tiny, write_checkpoint
+from tiny_llama import tiny_weights
 
 from tokenspeed.compile.build import build
 from tokenspeed.errors import (
@@ -208,3 +210,28 @@ def test_absurd_sampling_on_the_command_line(
     assert main(["run", str(tiny_artifact), "hello", "--kv-gib", "0.05", *args]) == 1
     captured = capsys.readouterr()
     assert captured.out == "" and text in captured.err
+
+
+@pytest.mark.parametrize(
+    ("tensor", "value", "dtype", "text"),
+    [
+        ("model.norm.weight", float("nan"), "bfloat16", "weight 'model.norm.weight' holds values that are not finite"),
+        ("model.embed_tokens.weight", float("inf"), "float32", "'model.embed_tokens.weight' .* not finite in float32"),
+        ("model.layers.0.mlp.up_proj.weight", 3.4e38, "bfloat16", "gate_up_proj.weight' .* not finite in bfloat16"),
+    ],
+)
+def test_weights_that_are_not_finite(
+    tensor: str, value: float, dtype: str, text: str, out: Path, tmp_path: Path
+) -> None:
+    weights = tiny_weights(tiny())
+    weights[tensor].flat[5] = value
+    write_checkpoint(tmp_path / "m")
+    write_hf(tmp_path / "m", hf_config(tiny()), weights)
+    with pytest.raises(CheckpointError, match=text) as caught:
+        build(tmp_path / "m", out / "a", dtype=dtype)
+    assert caught.value.hint == "fetch the checkpoint again; if it is whole, build it with --dtype float32"
+    assert is_empty(out)
+    if value == 3.4e38:  # what float32 holds is built, and served without harm
+        build(tmp_path / "m", out / "a", dtype="float32", max_model_len=128)
+        with load(out / "a", options=LoadOptions(kv_gib=0.05, threads=1)) as engine:
+            assert len(engine.generate([[5, 3]], SamplingParams(max_tokens=4))[0].token_ids) == 4

@@ -176,10 +176,10 @@ def packed_blocks(program: Program, value: Value, layout: str, source: TensorSou
     blocks = _row_blocks(program, value, source)
     if layout == "rows":
         for block in blocks:
-            yield _bytes(_cast(block, value.dtype))
+            yield _bytes(_finite(value, _cast(block, value.dtype)))
         return
     for block in _whole_panels(blocks):
-        yield _bytes(pack_panel16(_cast(block, value.dtype)))
+        yield _bytes(pack_panel16(_finite(value, _cast(block, value.dtype))))
 
 
 def pack_panel16(matrix: Array) -> Array:
@@ -206,7 +206,22 @@ def _cast(array: Array, dtype: str) -> Array:
     """``array`` in ``dtype``; bfloat16 is rounded to nearest even (from float16 through float32, exactly)."""
     if dtype == "float32" or array.dtype == np.float16:
         array = array.astype(np.float32, copy=False)
-    return array if dtype == "float32" else array.astype(ml_dtypes.bfloat16, copy=False)
+    with np.errstate(all="ignore"):  # what becomes infinite is refused by name
+        return array if dtype == "float32" else array.astype(ml_dtypes.bfloat16, copy=False)
+
+
+def _finite(value: Value, array: Array) -> Array:
+    """``array``, unless it holds NaN or infinity: a model with such a weight answers every prompt with noise."""
+    if array.dtype == np.float32:
+        sound = bool(np.isfinite(array).all())
+    else:  # all ones in the exponent of a bfloat16; faster than a conversion
+        sound = not bool(((np.ascontiguousarray(array).view(np.uint16) & 0x7F80) == 0x7F80).any())
+    if not sound:
+        raise CheckpointError(
+            f"weight {value.name!r} holds values that are not finite in {value.dtype}",
+            hint="fetch the checkpoint again; if it is whole, build it with --dtype float32",
+        )
+    return array
 
 
 def _bytes(array: Array) -> Array:
