@@ -7,6 +7,7 @@ test_server_errors.py, test_envelope.py); these are about what reaches a user of
 from __future__ import annotations
 
 import json
+import resource
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoint_files import write_hf
-from tiny_artifact import hf_config, tiny, write_checkpoint
+from tiny_artifact import cli, hf_config, tiny, write_checkpoint
 from tiny_llama import tiny_weights
 
 from tokenspeed.compile.build import build
@@ -134,6 +135,20 @@ def test_a_max_model_len_that_does_not_fit_in_memory(tiny_artifact: Path, monkey
     with pytest.raises(ResourceError, match=r"1\.00 GiB of KV pages and .* need more than the 40\.0 MiB") as caught:
         load(tiny_artifact, options=LoadOptions(kv_gib=1.0))
     assert caught.value.hint == "lower --kv-gib"
+
+
+def test_a_memory_limit_that_nobody_foresees(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    build(tiny_checkpoint, tmp_path / "a", max_num_seqs=1024, page_size=256)
+    limit = 2 << 30
+    ran = cli(
+        "run", tmp_path / "a", "hello", "--kv-gib", "4",
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
+    )  # fmt: skip
+    if "need more than the" in ran.stderr:
+        pytest.skip("this machine has less than 4 GiB free")
+    assert (ran.returncode, ran.stdout) == (9, "")
+    assert ran.stderr.startswith("error: cannot allocate memory: region kv needs 4294967296 bytes of memory")
+    assert ran.stderr.endswith("hint: lower --kv-gib\n")
 
 
 @pytest.mark.parametrize("size", [0.0, -1.0, float("nan"), float("inf"), 1e300])

@@ -73,7 +73,10 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
         artifact.verify(options.verify)
     threads = options.threads or len(os.sched_getaffinity(0))
     num_pages = plan_pages(artifact, section, options.kv_gib)
-    device = _native.CpuDevice(threads, options.pin)
+    try:
+        device = _native.CpuDevice(threads, options.pin)
+    except _native.DeviceError as e:
+        raise ResourceError(f"cannot start {threads} worker threads: {e}", hint="lower --threads") from None
     # The library that parses tokenizers keeps the interpreter's lock meanwhile; mapping weights needs none.
     weights = _Background("tokenspeed-weights", lambda: _load_weights(device, artifact, section, seconds))
     with _timed(seconds, "tokenizer"):
@@ -179,7 +182,10 @@ def _allocate(device: Any, section: TargetSection, num_pages: int) -> None:
         ("io", section.io_bytes),
         ("state", section.state_bytes),
     ):
-        device.allocate(region, nbytes)
+        try:
+            device.allocate(region, nbytes)
+        except _native.DeviceError as e:  # a limit that available_memory does not see, such as `ulimit -v`
+            raise ResourceError(f"cannot allocate memory: {e}", hint="lower --kv-gib") from None
 
 
 def _load_graph(device: Any, artifact: Artifact, name: str, kv_page_bytes: int) -> int:
