@@ -6,7 +6,6 @@ numerics mode tightening it. What an artifact was not built for is refused, neve
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -159,6 +158,8 @@ class Envelope:
 
 def read_recipe(path: Path) -> dict[str, Any]:
     """The ``[envelope]`` table of a recipe, a TOML file. Raises EnvelopeError if it cannot be read."""
+    import tomllib  # only builds read recipes: a server that starts does without the import
+
     try:
         data = tomllib.loads(path.read_text())
     except OSError as e:
