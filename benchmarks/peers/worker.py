@@ -21,6 +21,14 @@ from typing import Any
 PROMPT_TOKENS, NEW_TOKENS = 64, 64  # of the decode cases, as in tokenspeed/runtime/bench.py
 VOCABULARY = 49152
 
+
+def prompts_for(kind: str, size: int, seed: int, use: str = "") -> list[list[int]]:
+    """Random prompts of a case. None begins like another one: an engine that caches prefixes must not gain by it."""
+    sequences, length = (size, PROMPT_TOKENS) if kind == "decode" else (1, size)
+    streams = (random.Random(f"{kind} {size} {seed} {i} {use}") for i in range(sequences))
+    return [stream.choices(range(VOCABULARY), k=length) for stream in streams]
+
+
 Prefill = Callable[[list[list[int]]], None]
 Decode = Callable[[int], None]
 
@@ -48,15 +56,14 @@ class _Stepwise:
     decode: Decode
 
     def measure(self, kind: str, size: int, seed: int) -> float:
-        sequences, length = (size, PROMPT_TOKENS) if kind == "decode" else (1, size)
-        prompts = [random.Random(seed * 1000 + i).choices(range(VOCABULARY), k=length) for i in range(sequences)]
+        prompts = prompts_for(kind, size, seed)
         started = time.perf_counter()
         self.prefill(prompts)
         prefilled = time.perf_counter()
         if kind == "prefill":
             return size / (prefilled - started)
         self.decode(NEW_TOKENS - 1)
-        return sequences * (NEW_TOKENS - 1) / (time.perf_counter() - prefilled)
+        return size * (NEW_TOKENS - 1) / (time.perf_counter() - prefilled)
 
     def first_token(self) -> None:
         self.prefill([[1] * PROMPT_TOKENS])
@@ -109,16 +116,15 @@ class OpenVINO:
         self.pipe.generate(inputs, config)
 
     def measure(self, kind: str, size: int, seed: int) -> float:
-        sequences, length = (size, PROMPT_TOKENS) if kind == "decode" else (1, size)
-        prompts = [random.Random(seed * 1000 + i).choices(range(VOCABULARY), k=length) for i in range(sequences)]
+        prompts, others = prompts_for(kind, size, seed, "first"), prompts_for(kind, size, seed, "all")
         started = time.perf_counter()
         self.generate(prompts, 1)
         to_first = time.perf_counter() - started
         if kind == "prefill":
             return size / to_first
         started = time.perf_counter()
-        self.generate(prompts, NEW_TOKENS)
-        return sequences * (NEW_TOKENS - 1) / (time.perf_counter() - started - to_first)
+        self.generate(others, NEW_TOKENS)
+        return size * (NEW_TOKENS - 1) / (time.perf_counter() - started - to_first)
 
     def first_token(self) -> None:
         self.generate([[1] * PROMPT_TOKENS], 1)

@@ -100,7 +100,7 @@ def profile(engine: Engine, case: Case) -> list[tuple[str, float]]:
     decode, executor = case.kind == "decode", engine.loaded.executor
     scheduler = engine.new_scheduler()
     for i in range(case.size if decode else 1):
-        prompt = _prompt(engine, DECODE_PROMPT_TOKENS if decode else case.size, i)
+        prompt = _prompt(engine, DECODE_PROMPT_TOKENS if decode else case.size, f"profile {case} {i}")
         greedy = _native.RequestParams(max_new_tokens=2, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
         scheduler.submit(i, prompt, greedy)
     while (step := scheduler.next_step()) is not None:
@@ -166,7 +166,7 @@ def _decode_speed(engine: Engine, sequences: int, seed: int) -> float:
     params = SamplingParams(temperature=0.0, max_tokens=DECODE_NEW_TOKENS, ignore_eos=True)
     watches = [_Watch() for _ in range(sequences)]
     for i, watch in enumerate(watches):
-        engine.submit(_prompt(engine, DECODE_PROMPT_TOKENS, seed * 1000 + i), params, watch)
+        engine.submit(_prompt(engine, DECODE_PROMPT_TOKENS, f"decode {sequences} {seed} {i}"), params, watch)
     for watch in watches:
         watch.done.wait()
     start = max(watch.times[0] for watch in watches)
@@ -179,10 +179,11 @@ def _prefill_speed(engine: Engine, tokens: int, seed: int) -> float:
     watch = _Watch()
     started = time.perf_counter()
     params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    engine.submit(_prompt(engine, tokens, seed), params, watch)
+    engine.submit(_prompt(engine, tokens, f"prefill {tokens} {seed}"), params, watch)
     watch.done.wait()
     return tokens / (watch.times[0] - started)
 
 
-def _prompt(engine: Engine, tokens: int, seed: int) -> list[int]:
+def _prompt(engine: Engine, tokens: int, seed: str) -> list[int]:
+    """Random tokens. Seeds differ by case, round and sequence, so that no prompt begins like another one."""
     return random.Random(seed).choices(range(engine.info.vocab_size), k=tokens)
