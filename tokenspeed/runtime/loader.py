@@ -46,7 +46,7 @@ class LoadOptions:
 @dataclass
 class Loaded:
     """A model in memory, ready to run steps. ``seconds`` says where the time went; ``weights`` and ``tokenizer``
-    pass at the same time."""
+    pass at the same time, and ``weights`` ends with a wait for the interpreter's lock."""
 
     artifact: Artifact
     section: TargetSection
