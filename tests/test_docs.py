@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_artifact import ROOT, write_checkpoint
+from tiny_artifact import write_checkpoint
 
 from tokenspeed import SamplingParams, artifact
 from tokenspeed.bucket import Bucket
@@ -23,6 +23,7 @@ from tokenspeed.envelope import FIELDS
 from tokenspeed.step import PlacedTensor
 from tokenspeed.target import runnable_targets
 
+ROOT = Path(__file__).resolve().parent.parent
 SKIPPED = {".git", ".venv", "build", "checkpoints", "node_modules", ".pytest_cache", ".hypothesis"}
 PAGES = sorted(
     path
