@@ -56,8 +56,9 @@ def interleave(gate: Array, up: Array) -> Array:
 
 def deinterleave(columns: Array, features: int) -> tuple[Array, Array]:
     """The gate and up halves, [M][features] each, of what an interleaved weight projects to, [M][2 * F']."""
-    panels = columns.reshape(len(columns), -1, 2, PANEL)
-    gate, up = (panels[:, :, half].reshape(len(columns), -1)[:, :features] for half in (0, 1))
+    rows, width = columns.shape
+    panels = columns.reshape(rows, width // (2 * PANEL), 2, PANEL)  # a step may have no rows at all
+    gate, up = (panels[:, :, half].reshape(rows, width // 2)[:, :features] for half in (0, 1))
     return gate, up
 
 

@@ -72,21 +72,21 @@ def measure(
     rounds: int = 3,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Figure], Ceilings]:
-    """Run ``cases`` for ``rounds`` rounds; ceilings are measured before every round and their best counts.
+    """Run ``cases`` for ``rounds`` rounds. Returns a figure per case and the median ceilings.
 
-    Cases beyond the envelope (more sequences or tokens than it promises) are left out.
+    Ceilings are measured right before every case, and each run counts against its own: a shared machine's memory may
+    be twice as fast a minute later. Cases beyond the envelope (more sequences or tokens than it promises) are left out.
     """
     fitting = [case for case in cases if _fits(engine, case)]
-    speeds: dict[Case, list[float]] = {case: [] for case in fitting}
-    ceilings = []
+    runs: dict[Case, list[_Run]] = {case: [] for case in fitting}
     for number in range(rounds):
-        progress(f"round {number + 1} of {rounds}: ceilings")
-        ceilings.append(measure_ceilings(engine))
         for case in fitting:
             progress(f"round {number + 1} of {rounds}: {case}")
-            speeds[case].append(run_case(engine, case, seed=number))
-    best = Ceilings(max(c.read_bandwidth for c in ceilings), max(c.matmul for c in ceilings))
-    return [_figure(engine, case, speeds[case], best) for case in fitting], best
+            ceilings = measure_ceilings(engine)
+            runs[case].append(_Run(run_case(engine, case, seed=number), ceilings))
+    every = [run.ceilings for case in fitting for run in runs[case]]
+    typical = Ceilings(statistics.median(c.read_bandwidth for c in every), statistics.median(c.matmul for c in every))
+    return [_figure(engine, case, runs[case]) for case in fitting], typical
 
 
 def profile(engine: Engine, case: Case) -> list[tuple[str, float]]:
@@ -123,21 +123,22 @@ def _fits(engine: Engine, case: Case) -> bool:
     return case.size < info.max_model_len
 
 
-def _figure(engine: Engine, case: Case, speeds: list[float], ceilings: Ceilings) -> Figure:
+@dataclass(frozen=True)
+class _Run:
+    tokens_per_second: float
+    ceilings: Ceilings
+
+
+def _figure(engine: Engine, case: Case, runs: list[_Run]) -> Figure:
     cost = engine.loaded.section.cost
-    speed = statistics.median(speeds)
-    if case.kind == "decode":
-        bytes_per_token = cost.weight_bytes / case.size
-        flops_per_token = float(cost.flops_per_token + cost.flops_per_logit_row)
-    else:
-        bytes_per_token = cost.weight_bytes / case.size
-        flops_per_token = cost.flops_per_token + cost.flops_per_logit_row / case.size
+    flops_per_token = cost.flops_per_token + cost.flops_per_logit_row / (1 if case.kind == "decode" else case.size)
+    bytes_per_token = cost.weight_bytes / case.size
     return Figure(
         case,
-        speed,
-        tuple(speeds),
-        speed * bytes_per_token / ceilings.read_bandwidth,
-        speed * flops_per_token / ceilings.matmul,
+        statistics.median(run.tokens_per_second for run in runs),
+        tuple(run.tokens_per_second for run in runs),
+        statistics.median(run.tokens_per_second * bytes_per_token / run.ceilings.read_bandwidth for run in runs),
+        statistics.median(run.tokens_per_second * flops_per_token / run.ceilings.matmul for run in runs),
     )
 
 

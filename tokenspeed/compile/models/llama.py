@@ -2,7 +2,8 @@
 
 h = embed(tokens); each layer: h += attention(norm(h)); h += swiglu(norm(h)); logits = norm(h) @ lm_head.T.
 Attention is rotary and grouped-query; weights carry the names of the Hugging Face checkpoint.
-The rows that need logits are gathered before the final norm, so nothing after it runs for other tokens.
+The rows that need logits are gathered once the last attention has read the KV pages, so that the last MLP, the
+final norm and the LM head run for no other token.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ def build_llama(config: ModelConfig, *, dtype: str, max_model_len: int, page_siz
     h = b.op("embedding", "embedding", "token_ids", "last_tokens", embed)
     for layer in range(config.num_layers):
         h = _attention(b, config, layer, page_size, h)
+        if layer == config.num_layers - 1:
+            h = b.op("gather_rows", "logit_rows_hidden", h, "logit_rows")
         h = _mlp(b, config, layer, h)
-    h = b.op("gather_rows", "logit_rows_hidden", h, "logit_rows")
     h = _norm(b, config, "model.norm", "final_norm", h)
     lm_head = embed
     if not config.tie_word_embeddings:
