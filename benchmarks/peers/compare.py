@@ -108,8 +108,9 @@ def compare(
     speeds: dict[str, dict[str, list[float]]] = {p.name: {} for p in peers}
     ceilings = []
     for number in range(rounds):
-        ceilings.append((_native.measure_read_bandwidth(threads, 256 << 20), _native.measure_matmul(dtype, threads)))
         for kind, size in CASES:
+            read = _native.measure_read_bandwidth(threads, 256 << 20)
+            ceilings.append((read, _native.measure_matmul(dtype, threads)))
             for peer in peers if number % 2 == 0 else reversed(peers):
                 speed = peer.measure(kind, size, number)
                 speeds[peer.name].setdefault(f"{kind} {size}", []).append(speed)
@@ -117,8 +118,8 @@ def compare(
     for peer in peers:
         peer.close()
     return {
-        "read_bytes_per_second": max(c[0] for c in ceilings),
-        "matmul_flops": max(c[1] for c in ceilings),
+        "read_bytes_per_second": statistics.median(c[0] for c in ceilings),
+        "matmul_flops": statistics.median(c[1] for c in ceilings),
         "peers": {
             p.name: {
                 "tokens_per_second": {case: statistics.median(values) for case, values in speeds[p.name].items()},
