@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+# Programs that tests start take the installed package, never the checkout they happen to be started in.
+os.environ["PYTHONSAFEPATH"] = "1"
+
 ROOT = Path(__file__).resolve().parent.parent
 CHECKPOINT_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
