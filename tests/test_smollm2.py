@@ -5,8 +5,11 @@ The references are greedy continuations of 64 tokens, with end tokens not honour
 
 from __future__ import annotations
 
+import json
 import queue
 import random
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,6 +136,25 @@ def test_bits_do_not_depend_on_chunks(
     threads = 1 + max_step_tokens % 3
     with load(artifact, options=LoadOptions(kv_gib=0.5, threads=threads), max_step_tokens=max_step_tokens) as engine:
         assert run(engine, [prompts[i] for i in chosen]) == [packed[i] for i in chosen]
+
+
+RESTARTED = """
+import json, sys
+sys.path.insert(0, sys.argv[1])
+from test_smollm2 import KV, load, run
+with load(sys.argv[2], options=KV) as engine:
+    [outcome] = run(engine, [json.loads(sys.argv[3])])
+print(json.dumps([outcome.tokens, [p.logprob.hex() for p in (*outcome.logprobs, *outcome.prompt[1:])]]))
+"""
+
+
+def test_bits_survive_a_restart(artifact: Path, prompts: list[list[int]], packed: list[Outcome]) -> None:
+    """A fresh process gives the bits that this one gave."""
+    command = [sys.executable, "-c", RESTARTED, str(Path(__file__).parent), str(artifact), json.dumps(prompts[5])]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    before = packed[5]
+    reported = [p.logprob.hex() for p in (*before.logprobs, *before.prompt[1:]) if p is not None]
+    assert json.loads(done.stdout) == [before.tokens, reported]
 
 
 def test_draws_depend_on_seed_and_position_only(engine: Engine, prompts: list[list[int]]) -> None:
