@@ -12,7 +12,9 @@
 //
 // Arithmetic of one row (a token and a q head), the same in a decode, a chunk or a packed step:
 //   Positions are taken in tiles of page_size. Scores q.k accumulate over dims in order. Softmax is online,
-//   in base 2: m is the running maximum of score * (scale * log2 e), p = 2^(score * (scale * log2 e) - m).
+//   in base 2: p = 2^(score * (scale * log2 e) - m). m becomes the greatest score * (scale * log2 e) of a tile
+//   when that exceeds it by more than 8, and stays otherwise: p is at most 2^8, and O is hardly ever rescaled.
+//   2^x is good to an ulp in a float32 kernel, and to 1e-4 where p is rounded to bfloat16 (2e-3).
 //   The row sum l adds the float32 p, before rounding, in sixteen lanes (lane = position % 16, panels of a
 //   tile in order); O += p V with p rounded to dt, over positions in order, in float32.
 //   (m, l, O) starts afresh at every multiple of split_positions; l's lanes are then added in simd.h's fixed
@@ -45,10 +47,11 @@ constexpr size_t attention_workspace_bytes(int64_t max_num_seqs, int64_t num_q_h
   return static_cast<size_t>(seqs * num_q_heads * max_splits * (head_dim + 16)) * sizeof(float);
 }
 
-// Per worker: Q, O and the merged O of a tile of rows, their (m, l) and positions, scores and probabilities.
+// Per worker: Q, O and the merged O of a tile of rows, their (m, l) and positions, and two blocks of
+// scores and probabilities.
 inline constexpr size_t kAttentionScratchBytes =
     kAttentionTileRows * (3 * kAttentionMaxHeadDim + 2 * 16 + 8) * sizeof(float) +
-    2 * 16 * kAttentionMaxPageSize * sizeof(float);
+    4 * 16 * kAttentionMaxPageSize * sizeof(float);
 
 void paged_attention_f32_avx2(const Invocation& inv) noexcept;
 void paged_attention_f32_avx512(const Invocation& inv) noexcept;

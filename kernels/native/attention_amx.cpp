@@ -1,5 +1,5 @@
 #include "attention_impl.h"
-#include "attention_tile.h"
+#include "attention_tile_walk.h"
 
 namespace tokenspeed::kernels {
 

@@ -20,8 +20,8 @@ struct RowTile {
   float* lanes;       // l [rows][16]
   float *maximum, *merged_maximum, *merged_sum;  // [rows]
   int32_t* position;  // [rows]: the last position that a row sees
-  float* scores;      // [16][page_size]
-  Operand* probabilities;
+  float* scores[2];   // [16][page_size] each
+  Operand* probabilities[2];
 
   RowTile(const AttentionArgs& args, const AttentionItem& item, std::byte* scratch)
       : num_rows(item.num_rows), head_dim(args.head_dim) {
@@ -35,8 +35,8 @@ struct RowTile {
     o = take(kAttentionTileRows * head_dim);
     merged_o = take(kAttentionTileRows * head_dim);
     lanes = take(kAttentionTileRows * 16);
-    scores = take(16 * args.page_size);
-    probabilities = reinterpret_cast<Operand*>(take(16 * args.page_size));
+    for (float*& s : scores) s = take(16 * args.page_size);
+    for (Operand*& p : probabilities) p = reinterpret_cast<Operand*>(take(16 * args.page_size));
     maximum = take(kPadded);
     merged_maximum = take(kPadded);
     merged_sum = take(kPadded);
@@ -71,38 +71,67 @@ struct RowTile {
   float sum(int64_t r) const { return reduce_add(load(lanes + r * 16)); }
 };
 
-// A head's K and V of one page, and of the page to come (null: nothing to fetch ahead).
-template <class Stored>
-struct KvTile {
-  const Stored *k, *v, *next_k = nullptr, *next_v = nullptr;
+// Rows [first, first + rows) of a tile, at most 16, against the KV tile at position `begin`, with what goes from one
+// of its three steps to the next: scores, softmax, accumulation.
+template <class Engine>
+struct BlockStep {
+  using Stored = typename Engine::Stored;
+  int64_t first, begin;
+  int rows, panels;  // panels of 16 positions that some row sees; the same for all rows
+  bool fresh;   // the first KV tile of a split: O starts here
+  bool masked;  // some row sees less than all panels
+  const Stored *k, *v;
+  const Stored *next_k, *next_v;  // of the KV tile to come, to be fetched ahead; or null
+  float* scores;
+  typename Engine::Operand* probabilities;
+  int32_t valid[16];  // positions of the KV tile that a row sees, from its first; none where it is not above 0
+  alignas(64) float alpha[16];
+
+  // False if no row sees the KV tile.
+  bool plan(const AttentionArgs& args, const RowTile<Engine>& tile) {
+    const int64_t last = tile.position[first + rows - 1];
+    if (last < begin) return false;
+    const int64_t all = args.page_size / 16, seen = (last - begin) / 16 + 1;
+    constexpr int64_t align = Engine::kPanelAlign;
+    panels = static_cast<int>(seen >= all ? all : (seen + align - 1) / align * align);
+    for (int r = 0; r < 16; ++r) valid[r] = r < rows ? static_cast<int32_t>(tile.position[first + r] - begin + 1) : 0;
+    masked = valid[0] < panels * 16;
+    return true;
+  }
 };
 
-// Takes rows [first, first + rows) of the tile through the KV tile at `begin`.
+// How attend_split takes blocks through KV tiles: it fills next() and calls take(), over and over, then finish().
+// This walk does all of a block's steps at once.
 template <class Engine>
-void attend_block(const AttentionArgs& args, RowTile<Engine>& tile, int64_t first, int rows, int64_t begin,
-                            const KvTile<typename Engine::Stored>& kv) {
-  const int64_t dim = args.head_dim, ld = args.page_size;
-  const int64_t last = tile.position[first + rows - 1];
-  if (last < begin) return;
-  const int64_t all = args.page_size / 16, seen = (last - begin) / 16 + 1;
-  constexpr int64_t align = Engine::kPanelAlign;
-  const int panels = static_cast<int>(seen >= all ? all : (seen + align - 1) / align * align);
-
-  alignas(64) float alpha[16];
-  int32_t valid[16];
-  for (int r = 0; r < rows; ++r) valid[r] = static_cast<int32_t>(tile.position[first + r] - begin + 1);
-  const SoftmaxBlock<typename Engine::Operand> block{
-      tile.scores, tile.probabilities, ld, rows, panels, valid, tile.maximum + first, tile.lanes + first * 16, alpha};
-
-  Engine::scores(tile.q + first * dim, rows, dim, kv.k, panels, tile.scores, ld, kv.next_k);
-  if (valid[0] < panels * 16) {
-    softmax_block<Engine, true>(block, args.scale_log2);
-  } else {
-    softmax_block<Engine, false>(block, args.scale_log2);
+class DirectWalk {
+ public:
+  DirectWalk(const AttentionArgs& args, RowTile<Engine>& tile) : args_(args), tile_(tile) {
+    step_.scores = tile.scores[0];
+    step_.probabilities = tile.probabilities[0];
   }
-  Engine::accumulate(tile.probabilities, ld, rows, kv.v, args.page_size, panels, dim, alpha, tile.o + first * dim,
-                     kv.next_v);
-}
+  BlockStep<Engine>& next() { return step_; }
+  void take() {
+    const BlockStep<Engine>& s = step_;
+    const int64_t dim = args_.head_dim, ld = args_.page_size;
+    const SoftmaxBlock<typename Engine::Operand> block{
+        s.scores, s.probabilities, ld, s.rows, s.panels, s.valid, tile_.maximum + s.first, tile_.lanes + s.first * 16,
+        step_.alpha};
+    Engine::scores(tile_.q + s.first * dim, s.rows, dim, s.k, s.panels, s.scores, ld, s.next_k);
+    if (s.masked) {
+      softmax_block<Engine, true>(block, args_.scale_log2);
+    } else {
+      softmax_block<Engine, false>(block, args_.scale_log2);
+    }
+    Engine::accumulate(s.probabilities, ld, s.rows, s.v, args_.page_size, s.panels, dim, s.alpha,
+                       tile_.o + s.first * dim, s.next_v);
+  }
+  void finish() {}
+
+ private:
+  const AttentionArgs& args_;
+  RowTile<Engine>& tile_;
+  BlockStep<Engine> step_;
+};
 
 // Computes (m, l, O) of every row of the tile over the positions of one split.
 template <class Engine>
@@ -122,20 +151,24 @@ void attend_split(const AttentionArgs& args, const AttentionItem& item, int64_t 
   };
 
   tile.restart();
+  typename Engine::Walk walk(args, tile);
   for (int64_t begin = first; begin < end; begin += args.page_size) {
-    KvTile<Stored> kv;
-    kv.k = keys(begin);
-    kv.v = kv.k + args.num_kv_heads * head_elements;
     for (int64_t r = 0; r < tile.num_rows; r += step) {
       const int64_t left = tile.num_rows - r;
-      const bool last_block = left <= step;
-      if (last_block && begin + args.page_size < reach) {
-        kv.next_k = keys(begin + args.page_size);
-        kv.next_v = kv.next_k + args.num_kv_heads * head_elements;
-      }
-      attend_block<Engine>(args, tile, r, static_cast<int>(last_block ? left : step), begin, kv);
+      const bool last_block = left <= step, ahead = last_block && begin + args.page_size < reach;
+      BlockStep<Engine>& block = walk.next();
+      block.first = r;
+      block.begin = begin;
+      block.rows = static_cast<int>(last_block ? left : step);
+      block.fresh = begin == first;
+      block.k = keys(begin);
+      block.v = block.k + args.num_kv_heads * head_elements;
+      block.next_k = ahead ? keys(begin + args.page_size) : nullptr;
+      block.next_v = ahead ? block.next_k + args.num_kv_heads * head_elements : nullptr;
+      if (block.plan(args, tile)) walk.take();
     }
   }
+  walk.finish();
 }
 
 template <class Engine>

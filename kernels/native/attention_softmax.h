@@ -10,27 +10,67 @@ namespace tokenspeed::kernels::TS_ISA {
 // The running maximum before the first score: finite, so that differences of maxima are never NaN.
 inline constexpr float kNoMaximum = -1e30f;
 
-// Coefficients of r, r^2, ... of 2^r on [-1/2, 1/2] with constant term 1 (so 2^0 is exactly 1), fitted for
-// the least relative error: 2.8e-6 for degree 4, below half an ulp for degree 6.
-template <int Degree>
-inline constexpr float kExp2[Degree] = {};
-template <>
-inline constexpr float kExp2<4>[4] = {6.931241751e-01f, 2.402409911e-01f, 5.590642616e-02f, 9.582852945e-03f};
-template <>
-inline constexpr float kExp2<6>[6] = {6.931471825e-01f, 2.402264774e-01f, 5.550332367e-02f,
-                                      9.618436918e-03f, 1.339887502e-03f, 1.535336196e-04f};
+// How far, in powers of two, a row's scores may rise above m before m follows them. A probability is then at most
+// 2^slack instead of 1, which costs no precision, and O is hardly ever rescaled.
+inline constexpr float kMaximumSlack = 8.0f;
 
-// 2^x for x <= 0 (or a rounding error above); exactly 0 at and below -125, minus infinity included.
-template <int Degree>
-TS_INLINE f32x16 exp2_nonpositive(f32x16 x) {
-  const mask16 alive = greater(x, set1(-125.0f));
+// Powers of two at and below this are exactly 0.
+inline constexpr float kLeastExponent = -125.0f;
+
+// 2^x to below an ulp, by a polynomial of r on [-1/2, 1/2] with constant term 1 (so 2^0 is exactly 1), fitted for
+// the least relative error.
+TS_INLINE f32x16 exp2_full(f32x16 x) {
+  constexpr float kCoefficients[6] = {6.931471825e-01f, 2.402264774e-01f, 5.550332367e-02f,
+                                      9.618436918e-03f, 1.339887502e-03f, 1.535336196e-04f};
+  const mask16 alive = greater(x, set1(kLeastExponent));
   const f32x16 n = round_nearest(x);
   const f32x16 r = sub(x, n);
-  f32x16 p = set1(kExp2<Degree>[Degree - 1]);
+  f32x16 p = set1(kCoefficients[5]);
 #pragma GCC unroll 8
-  for (int i = Degree - 2; i >= 0; --i) p = fma(p, r, set1(kExp2<Degree>[i]));
+  for (int i = 4; i >= 0; --i) p = fma(p, r, set1(kCoefficients[i]));
   p = fma(p, r, set1(1.0f));
   return select(alive, scale2_int(p, n), zero());
+}
+
+// 2^x for probabilities that are rounded to bfloat16, a relative error of 2e-3: a cubic on [0, 1), fitted likewise,
+// is off by at most 8.6e-5.
+TS_INLINE f32x16 exp2_coarse(f32x16 x) {
+  constexpr float kCoefficients[3] = {6.951167864e-01f, 2.276449912e-01f, 7.706704200e-02f};
+  const mask16 alive = greater(x, set1(kLeastExponent));
+#if defined(__AVX512BF16__)
+  // The fraction and the power of the whole part are one instruction each. The fraction may round up to 1.
+  const f32x16 r = {_mm512_reduce_ps(x.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+#else
+  const f32x16 n = round_down(x);
+  const f32x16 r = sub(x, n);
+#endif
+  f32x16 p = fma(set1(kCoefficients[2]), r, set1(kCoefficients[1]));
+  p = fma(p, r, set1(kCoefficients[0]));
+  p = fma(p, r, set1(1.0f));
+#if defined(__AVX512BF16__)
+  return {_mm512_maskz_scalef_ps(alive.m, p.v, x.v)};
+#else
+  return select(alive, scale2_int(p, n), zero());
+#endif
+}
+
+template <bool Coarse>
+TS_INLINE f32x16 exp2_of(f32x16 x) {
+  return Coarse ? exp2_coarse(x) : exp2_full(x);
+}
+
+// Lets the maxima of 16 rows follow the greatest scores of a tile (`top`, those of no position minus infinity), and
+// says what earlier sums shrink by: alpha is 1 where the maximum stays. Returns whether any of `rows` moved; those
+// beyond stay.
+TS_INLINE bool raise_maxima(f32x16 top, float scale_log2, int rows, float* maximum, float* alpha) {
+  const f32x16 before = load(maximum), reached = mul(top, set1(scale_log2));
+  const f32x16 raised = select(greater(reached, add(before, set1(kMaximumSlack))), reached, before);
+  const f32x16 after = select(first_lanes(rows), raised, before);
+  store(alpha, set1(1.0f));
+  if (bits(greater(after, before)) == 0) return false;
+  store(alpha, exp2_full(sub(before, after)));
+  store(maximum, after);
+  return true;
 }
 
 // A block of at most 16 rows against one KV tile. Row r sees the first valid[r] positions of the tile; it may
@@ -48,25 +88,24 @@ struct SoftmaxBlock {
 };
 
 template <class Engine, bool Masked>
-void softmax_block(const SoftmaxBlock<typename Engine::Operand>& b, float scale_log2) {
+TS_INLINE float row_maximum(const SoftmaxBlock<typename Engine::Operand>& b, int r) {
   const f32x16 least = set1(-std::numeric_limits<float>::infinity());
-  alignas(64) float top[16];
-  store(top, least);
-  for (int r = 0; r < b.rows; ++r) {
-    const float* s = b.scores + r * b.ld;
-    f32x16 best = least;
-    for (int j = 0; j < b.panels; ++j) {
-      f32x16 x = load(s + j * 16);
-      if constexpr (Masked) x = select(first_lanes(b.valid[r] - j * 16), x, least);
-      best = max(best, x);
-    }
-    top[r] = reduce_max(best);
+  const float* s = b.scores + r * b.ld;
+  f32x16 best = least;
+  for (int j = 0; j < b.panels; ++j) {
+    f32x16 x = load(s + j * 16);
+    if constexpr (Masked) x = select(first_lanes(b.valid[r] - j * 16), x, least);
+    best = max(best, x);
   }
+  return reduce_max(best);
+}
 
-  const f32x16 before = load(b.maximum);
-  const f32x16 after = max(before, mul(load(top), set1(scale_log2)));
-  store(b.alpha, exp2_nonpositive<6>(sub(before, after)));
-  store(b.maximum, after);
+template <class Engine, bool Masked>
+void softmax_block(const SoftmaxBlock<typename Engine::Operand>& b, float scale_log2) {
+  alignas(64) float top[16];
+  store(top, set1(-std::numeric_limits<float>::infinity()));
+  for (int r = 0; r < b.rows; ++r) top[r] = row_maximum<Engine, Masked>(b, r);
+  raise_maxima(load(top), scale_log2, b.rows, b.maximum, b.alpha);
 
   const f32x16 factor = set1(scale_log2);
   for (int r = 0; r < b.rows; ++r) {
@@ -74,7 +113,7 @@ void softmax_block(const SoftmaxBlock<typename Engine::Operand>& b, float scale_
     const f32x16 shift = set1(-b.maximum[r]);
     f32x16 sum = zero();
     for (int j = 0; j < b.panels; ++j) {
-      f32x16 p = exp2_nonpositive<Engine::kExpDegree>(fma(load(s + j * 16), factor, shift));
+      f32x16 p = exp2_of<Engine::kCoarseExp>(fma(load(s + j * 16), factor, shift));
       if constexpr (Masked) p = select(first_lanes(b.valid[r] - j * 16), p, zero());
       sum = add(sum, p);
       Engine::store_operand(b.probabilities + r * b.ld + j * 16, p);
@@ -87,7 +126,7 @@ void softmax_block(const SoftmaxBlock<typename Engine::Operand>& b, float scale_
 TS_INLINE void merge_split(float* m, float* l, float* o, float next_m, float next_l, const float* next_o,
                            int64_t head_dim) {
   const float top = next_m > *m ? next_m : *m;
-  const f32x16 keep = exp2_nonpositive<6>(set1(*m - top)), gain = exp2_nonpositive<6>(set1(next_m - top));
+  const f32x16 keep = exp2_full(set1(*m - top)), gain = exp2_full(set1(next_m - top));
   const f32x16 sum = fma(set1(next_l), gain, mul(set1(*l), keep));  // the same in all lanes
   *l = _mm_cvtss_f32(_mm256_castps256_ps128(low_half(sum)));
   for (int64_t d = 0; d < head_dim; d += 16) {

@@ -14,7 +14,7 @@ struct DotF32 {
   using Operand = float;  // a: queries and probabilities
   static constexpr int kDepth = 1;  // k of one panel row
   static constexpr int kRowElements = 16;
-  static constexpr int kExpDegree = 6;
+  static constexpr bool kCoarseExp = false;
 
   template <int R, int C>
   TS_INLINE void step(f32x16 (&acc)[R][C], const float* a, int64_t lda, const float* b, int64_t panel) {
@@ -37,7 +37,7 @@ struct DotBf16Widened {
   using Operand = float;
   static constexpr int kDepth = 2;
   static constexpr int kRowElements = 32;
-  static constexpr int kExpDegree = 4;
+  static constexpr bool kCoarseExp = true;
 
   template <int R, int C>
   TS_INLINE void step(f32x16 (&acc)[R][C], const float* a, int64_t lda, const bf16* b, int64_t panel) {
@@ -70,7 +70,7 @@ struct DotBf16Pairs {
   using Operand = bf16;
   static constexpr int kDepth = 2;
   static constexpr int kRowElements = 32;
-  static constexpr int kExpDegree = 4;
+  static constexpr bool kCoarseExp = true;
 
   template <int R, int C>
   TS_INLINE void step(f32x16 (&acc)[R][C], const bf16* a, int64_t lda, const bf16* b, int64_t panel) {
@@ -186,12 +186,16 @@ TS_INLINE void product(const Product<Dot>& p, int rows, int64_t panels) {
   p.next == nullptr ? product_dispatch<Dot, false>(p, rows, panels) : product_dispatch<Dot, true>(p, rows, panels);
 }
 
+template <class Engine>
+class DirectWalk;
+
 // What attention_impl.h asks of an instruction set.
 template <class Dot>
 struct VectorEngine {
+  using Walk = DirectWalk<VectorEngine>;
   using Stored = typename Dot::Stored;
   using Operand = typename Dot::Operand;
-  static constexpr int kExpDegree = Dot::kExpDegree;
+  static constexpr bool kCoarseExp = Dot::kCoarseExp;
   static constexpr int kPanelAlign = 1;  // panels of positions are taken in multiples of this
   struct Session {};                     // what a worker sets up for the length of a kernel
 

@@ -61,6 +61,9 @@ TS_INLINE int bits(mask16 m) { return m.m; }
 TS_INLINE f32x16 round_nearest(f32x16 a) {
   return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
 }
+TS_INLINE f32x16 round_down(f32x16 a) {
+  return {_mm512_roundscale_ps(a.v, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
+}
 TS_INLINE f32x16 scale2_int(f32x16 a, f32x16 n) {  // a * 2^n for integral n with 2^n a normal float
   return {_mm512_scalef_ps(a.v, n.v)};
 }
@@ -149,6 +152,10 @@ TS_INLINE int bits(mask16 m) {
 TS_INLINE f32x16 round_nearest(f32x16 a) {
   return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC),
           _mm256_round_ps(a.hi, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+}
+TS_INLINE f32x16 round_down(f32x16 a) {
+  return {_mm256_round_ps(a.lo, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC),
+          _mm256_round_ps(a.hi, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC)};
 }
 TS_INLINE __m256 scale2_half(__m256 a, __m256 n) {
   __m256i e = _mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23);
