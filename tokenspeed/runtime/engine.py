@@ -6,6 +6,7 @@ stop strings, replicas) is decided above, in ``async_llm``.
 
 from __future__ import annotations
 
+import atexit
 import os
 import secrets
 import threading
@@ -131,6 +132,7 @@ class Engine:
         self._steps = self._prompt_tokens = self._generation_tokens = 0
         self._thread = threading.Thread(target=self._run, name="tokenspeed-engine", daemon=True)
         self._thread.start()
+        atexit.register(self._close_at_exit)
 
     @property
     def alive(self) -> bool:
@@ -251,7 +253,12 @@ class Engine:
         if threading.current_thread() is not self._thread:
             self._thread.join()
         self._executor.device.close()
+        atexit.unregister(self._close_at_exit)
         return finished
+
+    def _close_at_exit(self) -> None:
+        # A program that ends without closing: the engine's thread must have left the native module by then.
+        self.close(drain=False)
 
     def __enter__(self) -> Engine:
         return self

@@ -201,7 +201,8 @@ class _Background:
     def __init__(self, name: str, work: Callable[[], None]):
         self._error: BaseException | None = None
         self._work = work
-        self._thread = threading.Thread(target=self._run, name=name)
+        # Said outright, as a thread inherits it: `serve` loads on a daemon thread.
+        self._thread = threading.Thread(target=self._run, name=name, daemon=False)
         self._thread.start()
 
     def _run(self) -> None:
