@@ -84,7 +84,7 @@ struct BlockStep {
   const Stored *next_k, *next_v;  // of the KV tile to come, to be fetched ahead; or null
   float* scores;
   typename Engine::Operand* probabilities;
-  int32_t valid[16];  // positions of the KV tile that a row sees, from its first; none where it is not above 0
+  int32_t valid[16];  // if masked: positions of the KV tile that a row sees, from its first; none where not above 0
   alignas(64) float alpha[16];
 
   // False if no row sees the KV tile.
@@ -94,43 +94,50 @@ struct BlockStep {
     const int64_t all = args.page_size / 16, seen = (last - begin) / 16 + 1;
     constexpr int64_t align = Engine::kPanelAlign;
     panels = static_cast<int>(seen >= all ? all : (seen + align - 1) / align * align);
+    masked = tile.position[first] - begin + 1 < panels * 16;
+    if (!masked) return true;
     for (int r = 0; r < 16; ++r) valid[r] = r < rows ? static_cast<int32_t>(tile.position[first + r] - begin + 1) : 0;
-    masked = valid[0] < panels * 16;
     return true;
   }
 };
 
-// How attend_split takes blocks through KV tiles: it fills next() and calls take(), over and over, then finish().
-// This walk does all of a block's steps at once.
+// How attend_split takes blocks through KV tiles, each in three steps: it fills next() and calls take(), over and
+// over, then finish(). An engine that is pipelined computes block i's scores, then the softmax of block i-1, then the
+// accumulation of block i-2: steps that do not wait for each other, so that a core may overlap them. Whose turn it is
+// changes no bit: blocks share nothing but KV, and those of the same rows follow each other in order.
 template <class Engine>
-class DirectWalk {
+class Walk {
  public:
-  DirectWalk(const AttentionArgs& args, RowTile<Engine>& tile) : args_(args), tile_(tile) {
-    step_.scores = tile.scores[0];
-    step_.probabilities = tile.probabilities[0];
+  Walk(const AttentionArgs& args, RowTile<Engine>& tile) : args_(args), tile_(tile) {}
+
+  BlockStep<Engine>& next() {
+    BlockStep<Engine>& step = *back(0);
+    step.scores = tile_.scores[taken_ % 2];
+    step.probabilities = tile_.probabilities[taken_ % 2];
+    return step;
   }
-  BlockStep<Engine>& next() { return step_; }
   void take() {
-    const BlockStep<Engine>& s = step_;
-    const int64_t dim = args_.head_dim, ld = args_.page_size;
-    const SoftmaxBlock<typename Engine::Operand> block{
-        s.scores, s.probabilities, ld, s.rows, s.panels, s.valid, tile_.maximum + s.first, tile_.lanes + s.first * 16,
-        step_.alpha};
-    Engine::scores(tile_.q + s.first * dim, s.rows, dim, s.k, s.panels, s.scores, ld, s.next_k);
-    if (s.masked) {
-      softmax_block<Engine, true>(block, args_.scale_log2);
+    if constexpr (Engine::kPipelined) {
+      Engine::advance(args_, tile_, back(2), back(1), back(0));
+      ++taken_;
     } else {
-      softmax_block<Engine, false>(block, args_.scale_log2);
+      Engine::advance(args_, tile_, back(0), back(0), back(0));
     }
-    Engine::accumulate(s.probabilities, ld, s.rows, s.v, args_.page_size, s.panels, dim, s.alpha,
-                       tile_.o + s.first * dim, s.next_v);
   }
-  void finish() {}
+  void finish() {
+    if (taken_ == 0) return;
+    Engine::advance(args_, tile_, back(2), back(1), nullptr);
+    ++taken_;
+    Engine::advance(args_, tile_, back(2), nullptr, nullptr);
+  }
 
  private:
+  BlockStep<Engine>* back(int64_t n) { return taken_ >= n ? &steps_[(taken_ - n) % 3] : nullptr; }
+
   const AttentionArgs& args_;
   RowTile<Engine>& tile_;
-  BlockStep<Engine> step_;
+  BlockStep<Engine> steps_[3];
+  int64_t taken_ = 0;
 };
 
 // Computes (m, l, O) of every row of the tile over the positions of one split.
@@ -144,6 +151,7 @@ void attend_split(const AttentionArgs& args, const AttentionItem& item, int64_t 
   const int32_t* pages = args.page_table + item.seq * args.pages_per_seq;
   // The last tile that this worker will come to: fetching ahead goes on across splits.
   const int64_t reach = args.parallel_splits(item.seq) > 1 ? end : context;
+  const bool fetch = args.num_tiles(item.seq) <= Engine::kFetchingTiles;
   const int step = Engine::block_rows(tile.num_rows);
   const auto keys = [&](int64_t position) {
     const std::byte* page = args.kv + pages[position / args.page_size] * args.page_stride;
@@ -151,11 +159,11 @@ void attend_split(const AttentionArgs& args, const AttentionItem& item, int64_t 
   };
 
   tile.restart();
-  typename Engine::Walk walk(args, tile);
+  Walk<Engine> walk(args, tile);
   for (int64_t begin = first; begin < end; begin += args.page_size) {
     for (int64_t r = 0; r < tile.num_rows; r += step) {
       const int64_t left = tile.num_rows - r;
-      const bool last_block = left <= step, ahead = last_block && begin + args.page_size < reach;
+      const bool last_block = left <= step, ahead = fetch && last_block && begin + args.page_size < reach;
       BlockStep<Engine>& block = walk.next();
       block.first = r;
       block.begin = begin;

@@ -15,6 +15,7 @@ struct AttentionArgs {
   void* out;
   float* workspace;
   int64_t num_seqs, num_q_heads, num_kv_heads, head_dim, page_size, page_stride, pages_per_seq, split_positions;
+  int64_t group_size;    // q heads of a KV head
   int64_t long_context;  // one decode row above this is worth sharing among workers
   float scale_log2;      // scale * log2 e: scores to exponents of two
 
@@ -24,12 +25,13 @@ struct AttentionArgs {
         workspace(inv.ptr<float>(6)), num_seqs(inv.i64(8)), num_q_heads(inv.i64(9)), num_kv_heads(inv.i64(10)),
         head_dim(inv.i64(11)), page_size(inv.i64(12)), page_stride(inv.i64(13)), pages_per_seq(inv.i64(14)),
         split_positions(inv.i64(15)), scale_log2(static_cast<float>(inv.args[16].f64 * 1.4426950408889634)) {
+    group_size = num_q_heads / num_kv_heads;
     int64_t positions = 0;
     for (int64_t seq = 0; seq < num_seqs; ++seq) positions += context_lens[seq];
     long_context = num_kv_heads * positions / (8 * inv.num_workers);
   }
 
-  int64_t group() const { return num_q_heads / num_kv_heads; }
+  int64_t group() const { return group_size; }
   int64_t num_tokens(int64_t seq) const { return cu_seqlens[seq + 1] - cu_seqlens[seq]; }
   int64_t first_position(int64_t seq) const { return context_lens[seq] - num_tokens(seq); }
   int64_t num_splits(int64_t positions) const { return (positions + split_positions - 1) / split_positions; }

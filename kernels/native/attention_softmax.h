@@ -10,6 +10,9 @@ namespace tokenspeed::kernels::TS_ISA {
 // The running maximum before the first score: finite, so that differences of maxima are never NaN.
 inline constexpr float kNoMaximum = -1e30f;
 
+// The greatest score of no position.
+inline constexpr float kNothing = -std::numeric_limits<float>::infinity();
+
 // How far, in powers of two, a row's scores may rise above m before m follows them. A probability is then at most
 // 2^slack instead of 1, which costs no precision, and O is hardly ever rescaled.
 inline constexpr float kMaximumSlack = 8.0f;
@@ -71,55 +74,6 @@ TS_INLINE bool raise_maxima(f32x16 top, float scale_log2, int rows, float* maxim
   store(alpha, exp2_full(sub(before, after)));
   store(maximum, after);
   return true;
-}
-
-// A block of at most 16 rows against one KV tile. Row r sees the first valid[r] positions of the tile; it may
-// see none, and then nothing of it changes.
-template <class Operand>
-struct SoftmaxBlock {
-  const float* scores;  // [rows][ld]
-  Operand* probabilities;  // [rows][ld]
-  int64_t ld;
-  int rows, panels;  // panels of 16 positions, the same for all rows
-  const int32_t* valid;
-  float* maximum;  // m [rows], in powers of two; sixteen are read and written, those beyond rows unchanged
-  float* lanes;    // l [rows][16]
-  float* alpha;    // out [16]: what the block's earlier sums shrink by
-};
-
-template <class Engine, bool Masked>
-TS_INLINE float row_maximum(const SoftmaxBlock<typename Engine::Operand>& b, int r) {
-  const f32x16 least = set1(-std::numeric_limits<float>::infinity());
-  const float* s = b.scores + r * b.ld;
-  f32x16 best = least;
-  for (int j = 0; j < b.panels; ++j) {
-    f32x16 x = load(s + j * 16);
-    if constexpr (Masked) x = select(first_lanes(b.valid[r] - j * 16), x, least);
-    best = max(best, x);
-  }
-  return reduce_max(best);
-}
-
-template <class Engine, bool Masked>
-void softmax_block(const SoftmaxBlock<typename Engine::Operand>& b, float scale_log2) {
-  alignas(64) float top[16];
-  store(top, set1(-std::numeric_limits<float>::infinity()));
-  for (int r = 0; r < b.rows; ++r) top[r] = row_maximum<Engine, Masked>(b, r);
-  raise_maxima(load(top), scale_log2, b.rows, b.maximum, b.alpha);
-
-  const f32x16 factor = set1(scale_log2);
-  for (int r = 0; r < b.rows; ++r) {
-    const float* s = b.scores + r * b.ld;
-    const f32x16 shift = set1(-b.maximum[r]);
-    f32x16 sum = zero();
-    for (int j = 0; j < b.panels; ++j) {
-      f32x16 p = exp2_of<Engine::kCoarseExp>(fma(load(s + j * 16), factor, shift));
-      if constexpr (Masked) p = select(first_lanes(b.valid[r] - j * 16), p, zero());
-      sum = add(sum, p);
-      Engine::store_operand(b.probabilities + r * b.ld + j * 16, p);
-    }
-    store(b.lanes + r * 16, fma(load(b.lanes + r * 16), set1(b.alpha[r]), sum));
-  }
 }
 
 // Adds the next split of a row to those before it.

@@ -154,22 +154,4 @@ TS_INLINE void tile_slice(const TileProduct& p, int64_t first_panel, int64_t pan
   return odd ? tile_panels<1, 1, Accumulate>(p, first_panel) : tile_panels<0, 1, Accumulate>(p, first_panel);
 }
 
-class TileWalk;
-
-// What attention_impl.h asks of an instruction set.
-struct TileEngine {
-  using Stored = bf16;
-  using Operand = bf16;
-  using Session = TileSession;
-  using Walk = TileWalk;
-  static constexpr bool kCoarseExp = true;
-  static constexpr int kPanelAlign = 2;  // one tile of probabilities spans 32 positions
-
-  static int block_rows(int64_t) { return 16; }
-
-  TS_INLINE void store_operand(bf16* p, f32x16 x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
-  }
-};
-
 }  // namespace tokenspeed::kernels::TS_ISA

@@ -1,14 +1,30 @@
-// Attention on AMX as a pipeline of blocks. Tile products and softmax keep different units of a core busy, and a
-// tile load waits for stores to its lines to leave the store buffer. So while the softmax of one block runs, slices
-// of the products of its neighbours are issued between its rows: the accumulation of the block before it and the
-// scores of the block after it. Which block's turn it is changes no bit: blocks share nothing but KV, and each
-// block's steps stay in order.
+// The engine of attention on AMX. Tile products and softmax keep different units of a core busy, and a tile load
+// waits for stores to its lines to leave the store buffer. So while the softmax of one block runs, slices of the
+// products of its neighbours are issued between its rows: the scores of the block after it and the accumulation of
+// the block before it.
 #pragma once
 
 #include "attention_impl.h"
 #include "attention_tile.h"
 
 namespace tokenspeed::kernels::TS_ISA {
+
+// What attention_impl.h asks of an instruction set.
+struct TileEngine {
+  using Stored = bf16;
+  using Operand = bf16;
+  using Session = TileSession;
+  static constexpr bool kPipelined = true;
+  // Where more tiles of rows than this read the same KV, it is in a near cache after the first of them, and asking
+  // for it ahead only costs instructions.
+  static constexpr int64_t kFetchingTiles = 3;
+  static constexpr int kPanelAlign = 2;  // one tile of probabilities spans 32 positions
+
+  static int block_rows(int64_t) { return 16; }
+  TS_INLINE void store_operand(bf16* p, f32x16 x) { store_bf16(p, x); }  // queries
+  static void advance(const AttentionArgs& args, RowTile<TileEngine>& tile, BlockStep<TileEngine>* accumulate,
+                      BlockStep<TileEngine>* softmax, BlockStep<TileEngine>* scores);
+};
 
 using TileStep = BlockStep<TileEngine>;
 using TileRows = RowTile<TileEngine>;
@@ -75,7 +91,7 @@ TS_INLINE f32x16 row_maxima(const __m512 (&x)[4]) {
   return {_mm512_max_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd))};
 }
 
-// softmax_block for 16 rows, four at a time, with slices of products issued in between. Rows beyond the block are
+// The softmax of 16 rows, four at a time, with slices of products issued in between. Rows beyond the block are
 // computed to the next multiple of four, from garbage, and never read.
 template <bool Masked>
 class TileSoftmax {
@@ -95,7 +111,7 @@ class TileSoftmax {
   }
 
   f32x16 greatest() const {
-    const f32x16 least = set1(-std::numeric_limits<float>::infinity());
+    const f32x16 least = set1(kNothing);
     __m512 quarters[4];
 #pragma GCC unroll 4
     for (int g = 0; g < 4; ++g) {
@@ -177,55 +193,27 @@ class TileSoftmax {
   int groups_;
 };
 
-// See DirectWalk. Block i's scores are computed during the softmax of block i-1, its accumulation during that of i+1.
-class TileWalk {
- public:
-  TileWalk(const AttentionArgs& args, TileRows& tile) : args_(args), tile_(tile) {}
+// What a row's earlier sums shrink by where its maximum moved, which is rare.
+TS_INLINE void rescale_block(const AttentionArgs& args, const TileRows& tile, const TileStep& step) {
+  const int64_t dim = args.head_dim;
+  const int shrinking = bits(greater(set1(1.0f), load(step.alpha)));
+  for (int r = 0; shrinking >> r != 0; ++r) {
+    if ((shrinking >> r & 1) == 0) continue;
+    float* o = tile.o + (step.first + r) * dim;
+    for (int64_t d = 0; d < dim; d += 16) store(o + d, mul(load(o + d), set1(step.alpha[r])));
+  }
+}
 
-  TileStep& next() {
-    TileStep& step = steps_[taken_ % 3];
-    step.scores = tile_.scores[taken_ % 2];
-    step.probabilities = tile_.probabilities[taken_ % 2];
-    return step;
+inline void TileEngine::advance(const AttentionArgs& args, TileRows& tile, TileStep* accumulate, TileStep* softmax,
+                                TileStep* scores) {
+  if (accumulate != nullptr && !accumulate->fresh) rescale_block(args, tile, *accumulate);
+  ProductSlices slices(args, tile, accumulate, scores);
+  if (softmax != nullptr && softmax->masked) {
+    TileSoftmax<true>(args, tile, *softmax).run(slices);
+  } else if (softmax != nullptr) {
+    TileSoftmax<false>(args, tile, *softmax).run(slices);
   }
-  void take() {
-    advance(taken_ >= 2 ? &steps_[(taken_ - 2) % 3] : nullptr, taken_ >= 1 ? &steps_[(taken_ - 1) % 3] : nullptr,
-            &steps_[taken_ % 3]);
-    ++taken_;
-  }
-  void finish() {
-    if (taken_ == 0) return;
-    TileStep* last = &steps_[(taken_ - 1) % 3];
-    advance(taken_ >= 2 ? &steps_[(taken_ - 2) % 3] : nullptr, last, nullptr);
-    advance(last, nullptr, nullptr);
-  }
-
- private:
-  void advance(TileStep* accumulate, TileStep* softmax, TileStep* scores) {
-    if (accumulate != nullptr && !accumulate->fresh) rescale(*accumulate);
-    ProductSlices slices(args_, tile_, accumulate, scores);
-    if (softmax != nullptr && softmax->masked) {
-      TileSoftmax<true>(args_, tile_, *softmax).run(slices);
-    } else if (softmax != nullptr) {
-      TileSoftmax<false>(args_, tile_, *softmax).run(slices);
-    }
-    slices.issue(1, 1);
-  }
-
-  void rescale(const TileStep& step) {
-    const int64_t dim = args_.head_dim;
-    const int shrinking = bits(greater(set1(1.0f), load(step.alpha)));
-    for (int r = 0; shrinking >> r != 0; ++r) {
-      if ((shrinking >> r & 1) == 0) continue;
-      float* o = tile_.o + (step.first + r) * dim;
-      for (int64_t d = 0; d < dim; d += 16) store(o + d, mul(load(o + d), set1(step.alpha[r])));
-    }
-  }
-
-  const AttentionArgs& args_;
-  TileRows& tile_;
-  TileStep steps_[3];
-  int64_t taken_ = 0;
-};
+  slices.issue(1, 1);
+}
 
 }  // namespace tokenspeed::kernels::TS_ISA

@@ -4,7 +4,7 @@
 // k = positions. Every output has one accumulator that takes k in order, whatever the blocking.
 #pragma once
 
-#include "simd.h"
+#include "attention_impl.h"
 
 namespace tokenspeed::kernels::TS_ISA {
 
@@ -28,7 +28,11 @@ struct DotF32 {
       for (int c = 0; c < C; ++c) acc[r][c] = fma(x, lanes[c], acc[r][c]);
     }
   }
-  TS_INLINE void store_operand(float* p, f32x16 x) { store(p, x); }
+  template <int N>
+  TS_INLINE void store_operands(float* out, const f32x16 (&x)[N]) {
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) store(out + j * 16, x[j]);
+  }
 };
 
 // bfloat16 in memory, float32 arithmetic: a is widened beforehand, b as it is read.
@@ -60,7 +64,11 @@ struct DotBf16Widened {
       for (int c = 0; c < C; ++c) acc[r][c] = fma(x, lanes[c], acc[r][c]);
     }
   }
-  TS_INLINE void store_operand(float* p, f32x16 x) { store(p, round_to_bf16(x)); }
+  template <int N>
+  TS_INLINE void store_operands(float* out, const f32x16 (&x)[N]) {
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) store(out + j * 16, round_to_bf16(x[j]));
+  }
 };
 
 #if defined(__AVX512BF16__)
@@ -86,8 +94,18 @@ struct DotBf16Pairs {
       for (int c = 0; c < C; ++c) acc[r][c].v = _mm512_dpbf16_ps(acc[r][c].v, x, lanes[c]);
     }
   }
-  TS_INLINE void store_operand(bf16* p, f32x16 x) {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x.v)));
+  template <int N>
+  TS_INLINE void store_operands(bf16* out, const f32x16 (&x)[N]) {
+    if constexpr (N % 2 == 0) {
+#pragma GCC unroll 4
+      for (int j = 0; j < N; j += 2) {
+        const __m512bh pair = _mm512_cvtne2ps_pbh(x[j + 1].v, x[j].v);
+        _mm512_storeu_si512(out + j * 16, reinterpret_cast<__m512i>(pair));
+      }
+    } else {
+      const __m256bh lanes = _mm512_cvtneps_pbh(x[0].v);
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), reinterpret_cast<__m256i>(lanes));
+    }
   }
 };
 #endif
@@ -186,16 +204,70 @@ TS_INLINE void product(const Product<Dot>& p, int rows, int64_t panels) {
   p.next == nullptr ? product_dispatch<Dot, false>(p, rows, panels) : product_dispatch<Dot, true>(p, rows, panels);
 }
 
-template <class Engine>
-class DirectWalk;
+// The softmax of a block's rows, four panels at a time and then one by one.
+template <class Dot, bool Masked>
+class RowSoftmax {
+ public:
+  template <class Engine>
+  RowSoftmax(const AttentionArgs& args, const RowTile<Engine>& tile, BlockStep<Engine>& step)
+      : scores_(step.scores), probabilities_(step.probabilities), ld_(args.page_size), rows_(step.rows),
+        panels_(step.panels), valid_(step.valid), scale_(args.scale_log2), maximum_(tile.maximum + step.first),
+        lanes_(tile.lanes + step.first * 16), alpha_(step.alpha) {}
+
+  void run() const {
+    alignas(64) float top[16];
+    store(top, set1(kNothing));
+    for (int r = 0; r < rows_; ++r) top[r] = greatest(r);
+    raise_maxima(load(top), scale_, rows_, maximum_, alpha_);
+    for (int r = 0; r < rows_; ++r) {
+      f32x16 sum = zero();
+      int j = 0;
+      for (; j + 4 <= panels_; j += 4) exponentials<4>(r, j, sum);
+      for (; j < panels_; ++j) exponentials<1>(r, j, sum);
+      store(lanes_ + r * 16, fma(load(lanes_ + r * 16), set1(alpha_[r]), sum));
+    }
+  }
+
+ private:
+  inline __attribute__((always_inline)) f32x16 visible(f32x16 x, int r, int panel, f32x16 otherwise) const {
+    return Masked ? select(first_lanes(valid_[r] - panel * 16), x, otherwise) : x;
+  }
+  inline __attribute__((always_inline)) float greatest(int r) const {
+    const f32x16 nothing = set1(kNothing);
+    const float* s = scores_ + r * ld_;
+    f32x16 best = visible(load(s), r, 0, nothing);
+    for (int j = 1; j < panels_; ++j) best = max(best, visible(load(s + j * 16), r, j, nothing));
+    return reduce_max(best);
+  }
+  template <int N>
+  inline __attribute__((always_inline)) void exponentials(int r, int panel, f32x16& sum) const {
+    const f32x16 factor = set1(scale_), shift = set1(-maximum_[r]);
+    const float* s = scores_ + r * ld_ + panel * 16;
+    f32x16 p[N];
+#pragma GCC unroll 4
+    for (int j = 0; j < N; ++j) {
+      p[j] = visible(exp2_of<Dot::kCoarseExp>(fma(load(s + j * 16), factor, shift)), r, panel + j, zero());
+      sum = add(sum, p[j]);
+    }
+    Dot::store_operands(probabilities_ + r * ld_ + panel * 16, p);
+  }
+
+  const float* scores_;
+  typename Dot::Operand* probabilities_;
+  int64_t ld_;
+  int rows_, panels_;
+  const int32_t* valid_;
+  float scale_;
+  float *maximum_, *lanes_, *alpha_;
+};
 
 // What attention_impl.h asks of an instruction set.
 template <class Dot>
 struct VectorEngine {
-  using Walk = DirectWalk<VectorEngine>;
   using Stored = typename Dot::Stored;
   using Operand = typename Dot::Operand;
-  static constexpr bool kCoarseExp = Dot::kCoarseExp;
+  static constexpr bool kPipelined = false;
+  static constexpr int64_t kFetchingTiles = std::numeric_limits<int64_t>::max();
   static constexpr int kPanelAlign = 1;  // panels of positions are taken in multiples of this
   struct Session {};                     // what a worker sets up for the length of a kernel
 
@@ -205,21 +277,28 @@ struct VectorEngine {
     return static_cast<int>((rows + blocks - 1) / blocks);
   }
 
-  TS_INLINE void store_operand(Operand* p, f32x16 x) { Dot::store_operand(p, x); }
+  TS_INLINE void store_operand(Operand* p, f32x16 x) { Dot::store_operands(p, {x}); }
 
-  // The last argument: where the next tile's K or V lies, to be fetched meanwhile, or null.
-  TS_INLINE void scores(const Operand* q, int rows, int64_t head_dim, const Stored* k, int panels, float* s,
-                        int64_t ld, const Stored* next_k) {
-    product<Dot>({q, head_dim, k, head_dim * 16, head_dim / Dot::kDepth, s, ld, nullptr,
-                  reinterpret_cast<const std::byte*>(next_k)},
-                 rows, panels);
-  }
-  // o = o * alpha + p V over the first panels * 16 positions of the page.
-  TS_INLINE void accumulate(const Operand* p, int64_t ld, int rows, const Stored* v, int64_t page_size, int panels,
-                            int64_t head_dim, const float* alpha, float* o, const Stored* next_v) {
-    product<Dot>({p, ld, v, page_size * 16, panels * 16 / Dot::kDepth, o, head_dim, alpha,
-                  reinterpret_cast<const std::byte*>(next_v)},
-                 rows, head_dim / 16);
+  static void advance(const AttentionArgs& args, RowTile<VectorEngine>& tile, BlockStep<VectorEngine>* accumulate,
+                      BlockStep<VectorEngine>* softmax, BlockStep<VectorEngine>* scores) {
+    const int64_t dim = args.head_dim, ld = args.page_size;
+    if (scores != nullptr) {
+      const auto& s = *scores;
+      product<Dot>({tile.q + s.first * dim, dim, s.k, dim * 16, dim / Dot::kDepth, s.scores, ld, nullptr,
+                    reinterpret_cast<const std::byte*>(s.next_k)},
+                   s.rows, s.panels);
+    }
+    if (softmax != nullptr && softmax->masked) {
+      RowSoftmax<Dot, true>(args, tile, *softmax).run();
+    } else if (softmax != nullptr) {
+      RowSoftmax<Dot, false>(args, tile, *softmax).run();
+    }
+    if (accumulate != nullptr) {
+      const auto& s = *accumulate;
+      product<Dot>({s.probabilities, ld, s.v, args.page_size * 16, s.panels * 16 / Dot::kDepth,
+                    tile.o + s.first * dim, dim, s.alpha, reinterpret_cast<const std::byte*>(s.next_v)},
+                   s.rows, dim / 16);
+    }
   }
 };
 
