@@ -182,7 +182,7 @@ class Scheduler:
     def is_idle(self) -> bool:
         """No request is known and no step is in flight."""
 
-KERNEL_ABI: int = 1
+KERNEL_ABI: int = 2
 
 class GraphError(Exception):
     pass
