@@ -39,6 +39,7 @@ def main() -> int:
     try:
         host, port = wait_until_ready(server, server.stderr)
         laps.append(("exec to ready", f"{time.perf_counter() - started:.2f} s"))
+        laps.extend((f"  load: {name}", f"{seconds:.3f} s") for name, seconds in load_seconds(host, port).items())
         threading.Thread(target=forward, args=(server.stderr,), daemon=True).start()
         print(f"\n== POST /v1/chat/completions\nuser: {PROMPT}\nassistant: ", end="", flush=True)
         asked = time.perf_counter()
@@ -67,6 +68,13 @@ def wait_until_ready(server: subprocess.Popen[str], stderr: IO[str]) -> tuple[st
 def forward(stderr: IO[str]) -> None:
     for line in stderr:
         print(line, end="", file=sys.stderr, flush=True)
+
+
+def load_seconds(host: str, port: int) -> dict[str, float]:
+    """How long each part of loading took, by the server's own account."""
+    connection = http.client.HTTPConnection(host, port, timeout=30)
+    connection.request("GET", "/get_server_info")
+    return dict(json.loads(connection.getresponse().read())["load_seconds"])
 
 
 def stream_chat(host: str, port: int) -> tuple[float, float, int]:

@@ -183,8 +183,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
             axis.bar_label(bars, labels, fontsize=6, rotation=90, padding=2)
         axis.set_xticks([x + 0.4 - width / 2 for x in range(len(cases))], cases, fontsize=8)
         axis.set_title(f"{dtype}: speed relative to TokenSpeed (labels: tokens/s)", fontsize=9)
-        axis.margins(y=0.15)
-        axis.legend(fontsize=7)
+        axis.set_ylim(0, 1.35)
+        axis.legend(fontsize=7, loc="upper center", ncols=len(data["peers"]))
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
