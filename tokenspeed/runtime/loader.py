@@ -140,11 +140,13 @@ def available_memory() -> int:
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemAvailable:"):
             available = int(line.split()[1]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    group = Path("/sys/fs/cgroup")
     try:
-        if (text := limit.read_text().strip()) != "max":
-            available = min(available, int(text) - int(used.read_text()))
-    except (OSError, ValueError):
+        if (limit := (group / "memory.max").read_text().strip()) != "max":
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(stat["file"])  # the page cache gives way
+            available = min(available, int(limit) - used)
+    except (OSError, ValueError, KeyError):
         pass  # no control group of version 2 here
     return available
 
