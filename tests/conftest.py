@@ -59,3 +59,11 @@ def tiny_artifact(tiny_checkpoint: Path) -> Path:
     path = tiny_checkpoint.parent / "artifact"
     build(tiny_checkpoint, path, dtype="float32", max_num_seqs=8)
     return path
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """A folder to build into, which a refused build must leave empty."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from checkpoint_files import write_hf
-from tiny_artifact import cli, hf_config, tiny, write_checkpoint
+from tiny_artifact import cli, hf_config, is_empty, tiny, write_checkpoint
 from tiny_llama import tiny_weights
 
 from tokenspeed.compile.build import build
@@ -30,19 +30,6 @@ from tokenspeed.runtime import loader
 from tokenspeed.runtime.engine import Engine, load
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.runtime.request import SamplingParams
-
-
-def is_empty(folder: Path) -> bool:
-    return not any(folder.iterdir())
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """A folder to build into, which a refused build must leave empty."""
-    folder = tmp_path / "out"
-    folder.mkdir()
-    return folder
-
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------
 

@@ -12,26 +12,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_artifact import cli, cli_environment, command
+from tiny_artifact import cli, cli_environment, command, is_empty
 
 from tokenspeed.artifact import Artifact
 from tokenspeed.compile.build import build
 from tokenspeed.errors import (
     ResourceError,
 )
-
-
-def is_empty(folder: Path) -> bool:
-    return not any(folder.iterdir())
-
-
-@pytest.fixture
-def out(tmp_path: Path) -> Path:
-    """A folder to build into, which a refused build must leave empty."""
-    folder = tmp_path / "out"
-    folder.mkdir()
-    return folder
-
 
 IN_A_SMALL_DISK = """
 mount -t tmpfs -o size=1m tmpfs "$disk" || exit 77

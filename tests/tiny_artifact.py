@@ -85,3 +85,8 @@ def cli(*args: str | Path, stdin: str | None = None, **options: Any) -> subproce
         env=cli_environment(),
         **options,
     )
+
+
+def is_empty(folder: Path) -> bool:
+    """Whether a build has left nothing behind in ``folder``."""
+    return not any(folder.iterdir())
