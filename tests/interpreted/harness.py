@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenspeed.compile.interpret_triton import Launch, Window, run_launch
+from tokenspeed.compile.interpret_triton import KernelLaunch, Window, run_launch
 from tokenspeed.step import ALIGNMENT, align
 
 TYPES = {
@@ -44,7 +44,7 @@ def run(
     """
     arrays = {name: value for name, value in arguments.items() if isinstance(value, np.ndarray)}
     memory = _Arena(arrays)
-    values = {name: _number(value) for name, value in arguments.items() if name not in arrays}
+    values = {name: _number(value) for name, value in arguments.items() if not isinstance(value, np.ndarray)}
     pointers = {name: (f"*{TYPES[a.dtype.name]}", memory.address(name)) for name, a in arrays.items()}
     written = set(arrays) if outputs is None else set(outputs)
     windows = [Window(name, memory.address(name), a.nbytes, True, name in written) for name, a in arrays.items()]
@@ -53,12 +53,12 @@ def run(
     missing = set(parameters) ^ {*arguments, *named}
     assert not missing, f"{kernel.__name__}: arguments and constants must be {parameters}; differ in {sorted(missing)}"
     x, y, z = (*grid, 1, 1)[:3]
-    run_launch(Launch(kernel, (x, y, z), {**pointers, **values}, named, windows, seed))
+    run_launch(KernelLaunch(kernel, (x, y, z), {**pointers, **values}, named, windows, seed))
     for name in written:
         arrays[name][...] = memory.array(name)
 
 
-def _number(value: int | float | np.generic) -> tuple[str, int | float]:
+def _number(value: int | float | np.generic[Any]) -> tuple[str, int | float]:
     if isinstance(value, np.generic):
         return TYPES[value.dtype.name], value.item()
     if isinstance(value, float):

@@ -23,7 +23,11 @@ import triton.language as tl
 from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
+from tokenspeed.compile.interpret_graph import Memory
 from tokenspeed.errors import ProgramError
+from tokenspeed.graph import Access, Argument, LaunchGraph, Node, Pointer, Region, StepScalar
+from tokenspeed.kernels.registry import DeviceKernel
+from tokenspeed.step import PlacedTensor
 
 Array: TypeAlias = npt.NDArray[Any]
 Scalar: TypeAlias = int | float
@@ -35,6 +39,95 @@ _TYPES: Mapping[str, Any] = {
     "u8": tl.uint8, "u16": tl.uint16, "u32": tl.uint32, "u64": tl.uint64,
 }  # fmt: skip
 """Triton's types by the names that signatures use."""
+
+
+# --- LaunchGraphs ---------------------------------------------------------------------------------
+
+
+def run_gpu_graph(
+    graph: LaunchGraph,
+    kernels: Mapping[str, DeviceKernel],
+    memory: Memory,
+    step_sizes: PlacedTensor,
+    sizes: tuple[int, int, int],
+    *,
+    order: Sequence[int] | None = None,
+    seed: int | None = None,
+) -> None:
+    """Run one step of a GPU graph, node by node.
+
+    Args:
+        kernels: binary name -> the kernel in it.
+        memory: the device's regions; inputs are in place but for ``step_sizes``, which this fills.
+        step_sizes: where region io holds the sizes of the step.
+        sizes: num_tokens, num_seqs, num_logit_rows.
+        order: any order of the nodes that respects the edges; None: as they stand.
+        seed: run the programs of each launch in a random order.
+
+    Raises:
+        ProgramError: a node that does not fit its kernel, an order that breaks an edge, or an access outside what
+            the node's pointers promise.
+    """
+    memory.regions[Region.IO][step_sizes.offset : step_sizes.offset + step_sizes.nbytes].view(np.int32)[:] = (*sizes, 0)
+    done: set[int] = set()
+    with _interpreting():
+        for index in range(len(graph.nodes)) if order is None else order:
+            node = graph.nodes[index]
+            if not done.issuperset(node.predecessors):
+                raise ProgramError(f"node {node.name!r} ({node.symbol}): need its predecessors to have run")
+            launch = _node_launch(node, kernels, memory, None if seed is None else seed + index)
+            try:
+                run_launch(launch)
+            except ProgramError as error:
+                raise ProgramError(f"node {node.name!r}: {error.message}", hint=error.hint) from error
+            done.add(index)
+
+
+def _node_launch(node: Node, kernels: Mapping[str, DeviceKernel], memory: Memory, seed: int | None) -> KernelLaunch:
+    kernel = None if node.launch is None else kernels.get(node.launch.binary)
+    if node.launch is None or kernel is None or kernel.function != node.symbol:
+        raise ProgramError(f"node {node.name!r} ({node.symbol}): need a binary of this kernel, have {node.launch}")
+    if len(node.args) != len(kernel.signature):
+        raise ProgramError(
+            f"node {node.name!r}: need {len(kernel.signature)} arguments for {kernel}, have {len(node.args)}"
+        )
+    arguments, windows = {}, []
+    for (name, kind), arg in zip(kernel.signature, node.args, strict=True):
+        if isinstance(arg, StepScalar) or isinstance(arg, Pointer) != kind.startswith("*"):
+            raise ProgramError(f"node {node.name!r} argument {name}: need {kind}, have {arg}")
+        arguments[name] = (kind, _value(arg, memory))
+        if isinstance(arg, Pointer):
+            windows.append(_window(name, arg, memory))
+    # The interpreter runs one kernel after another: there is nothing to wait for.
+    constants = {**dict(kernel.constants), "PDL": False} if "PDL" in dict(kernel.constants) else dict(kernel.constants)
+    function = getattr(importlib.import_module(kernel.module), kernel.function)
+    return KernelLaunch(function, node.launch.grid, arguments, constants, windows, seed)
+
+
+def _value(arg: Argument, memory: Memory) -> Scalar:
+    assert not isinstance(arg, StepScalar), arg
+    return _address(arg, memory) if isinstance(arg, Pointer) else arg.value
+
+
+def _address(pointer: Pointer, memory: Memory) -> int:
+    return int(memory.regions[pointer.region].ctypes.data) + pointer.offset
+
+
+def _window(name: str, pointer: Pointer, memory: Memory) -> Window:
+    """What ``pointer`` promises: its extent; of region kv, that much of every page."""
+    paged = pointer.region is Region.KV
+    return Window(
+        name,
+        _address(pointer, memory),
+        pointer.extent,
+        readable=bool(pointer.access & Access.READ),
+        writable=bool(pointer.access & Access.WRITE),
+        stride=memory.kv_page_bytes if paged else 0,
+        count=len(memory.regions[Region.KV]) // memory.kv_page_bytes if paged else 1,
+    )
+
+
+# --- launches -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -49,6 +142,11 @@ class Window:
     stride: int = 0
     count: int = 1
 
+    def __str__(self) -> str:
+        often = f" every {self.stride}, {self.count} times" if self.stride else ""
+        only = "" if self.readable and self.writable else f" for {'reading' if self.readable else 'writing'} only"
+        return f"{self.name!r}, which has {self.nbytes} bytes{often}{only}"
+
     def covers(self, addresses: Array, size: int) -> Array:
         """For each of ``addresses`` (uint64): do ``size`` bytes from it on lie inside?"""
         offsets = addresses - np.uint64(self.address)  # below the window it wraps to a huge number
@@ -61,7 +159,7 @@ class Window:
 
 
 @dataclass(frozen=True)
-class Launch:
+class KernelLaunch:
     """One launch of a kernel.
 
     Attributes:
@@ -81,7 +179,7 @@ class Launch:
     seed: int | None = None
 
 
-def run_launch(launch: Launch) -> None:
+def run_launch(launch: KernelLaunch) -> None:
     """Run every program of ``launch``, one after another.
 
     Raises ProgramError for an access outside its windows; what the kernel itself raises passes through.
@@ -130,13 +228,16 @@ def _stored(numbers: Array, dtype: Any) -> Any:
 class _Builder(stock.InterpreterBuilder):  # type: ignore[misc]
     """Triton's interpreting builder with a GPU's arithmetic and checked addresses."""
 
+    options: Any
+    grid_idx: tuple[int, int, int]
+
     def __init__(self) -> None:
         super().__init__()
         # The checks for integer overflow that this skips are never reported: they need options.debug.
         self.options = replace(self.options, sanitize_overflow=False)
-        self._launch = Launch(None, (0, 0, 0), {})
+        self._launch = KernelLaunch(None, (0, 0, 0), {})
 
-    def enter(self, launch: Launch) -> None:
+    def enter(self, launch: KernelLaunch) -> None:
         self._launch = launch
         self.set_grid_dim(*launch.grid)
 
@@ -161,11 +262,7 @@ class _Builder(stock.InterpreterBuilder):  # type: ignore[misc]
         address = int(outside.flat[0])
         known = [w for w in self._launch.windows if w.address <= address] or list(self._launch.windows)
         near = max(known, key=lambda w: w.address, default=None)
-        where = "no memory at all" if near is None else (
-            f"byte {address - near.address} of {near.name!r}, which has {near.nbytes}"
-            f"{f' every {near.stride}, {near.count} times' if near.stride else ''}"
-            f"{'' if (near.writable if write else near.readable) else (' for reading only' if write else ' for writing only')}"
-        )  # fmt: skip
+        where = "no memory at all" if near is None else f"byte {address - near.address} of {near}"
         name = getattr(self._launch.kernel, "__name__", "kernel")
         raise ProgramError(
             f"kernel {name} program {self.grid_idx}: need to {'write' if write else 'read'} inside its arguments, "
@@ -275,7 +372,7 @@ def _reduce(input: Any, axis: Any, combine_fn: Any, keep_dims: Any = False, **_:
     if axis is None:
         parts = [part.reshape(-1) for part in parts]
     at = 0 if axis is None else axis % rank
-    simple = {
+    simple: Any = {
         tl.standard._sum_combine.fn: _sum,
         tl.standard._elementwise_max.fn: np.fmax.reduce,
         tl.standard._elementwise_min.fn: np.fmin.reduce,
@@ -338,7 +435,10 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextmanager
 def _interpreting() -> Iterator[_Builder]:
-    """While inside, ``triton.language`` computes on NumPy arrays and jit functions can be called."""
+    """While inside, ``triton.language`` computes on NumPy arrays and jit functions can be called. May be nested."""
+    if tl.reduce is _reduce:
+        yield _BUILDER
+        return
     scope = stock._LangPatchScope()
     for language in (tl, tl.core):
         stock._patch_builtin(language, _BUILDER, scope)
