@@ -1,0 +1,20 @@
+"""The KernelSpecs of solution ``triton``: what each file of kernels/triton says of itself, in one registry.
+
+Importing this imports Triton, which only a build for a GPU target needs.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+from tokenspeed.kernels.registry import Registry
+from tokenspeed.kernels.triton import attention, embedding, gather, linear, norm, rope, sample
+
+FAMILIES = (embedding, norm, linear, rope, attention, gather, sample)
+"""In the order in which a step runs them."""
+
+
+@cache
+def triton_registry() -> Registry:
+    """All Triton kernels. The registry is immutable, so every caller gets the same one."""
+    return Registry(spec for family in FAMILIES for spec in family.specs())
