@@ -50,6 +50,8 @@ nb::list row_list(const Step& step) {
   return list;
 }
 
+void copy_to(const Step& step, nb::handle io, const std::vector<uint64_t>& offsets);
+
 void bind_step(nb::module_& m) {
   nb::class_<Step> step(m, "Step",
                         "One forward pass. Arrays are read-only memoryviews named as tokenspeed/step.py INPUTS;\n"
@@ -60,7 +62,11 @@ void bind_step(nb::module_& m) {
       .def_ro("num_logit_rows", &Step::num_logit_rows)
       .def_ro("is_decode_only", &Step::is_decode_only, "Every sequence is one decode: no prefill chunk.")
       .def_prop_ro("rows", &row_list, nb::sig("def rows(self) -> list[tuple[int, bool, int]]"),
-                   "(request_id, is_prompt_row, position of the token asked for or drawn) of every logit row.");
+                   "(request_id, is_prompt_row, position of the token asked for or drawn) of every logit row.")
+      .def("copy_to", &copy_to, "io"_a, "offsets"_a,
+           nb::sig("def copy_to(self, io: memoryview, offsets: Sequence[int]) -> None"),
+           "Copy the inputs into a writable buffer: tensor i of tokenspeed/step.py INPUTS to byte offsets[i]; of a\n"
+           "page_table row only the pages of its sequence. Raises ValueError when a tensor does not fit.");
   def_array(step, "token_ids", &Step::token_ids, tokens_of);
   def_array(step, "positions", &Step::positions, tokens_of);
   def_array(step, "slot_mapping", &Step::slot_mapping, tokens_of);
@@ -77,6 +83,27 @@ void bind_step(nb::module_& m) {
   def_array(step, "draw_position", &Step::draw_position, rows_of);
   def_array(step, "num_logprobs", &Step::num_logprobs, rows_of);
   def_array(step, "state_slot", &Step::state_slot, rows_of);
+}
+
+// A borrowed writable buffer of bytes, from any object with the buffer protocol.
+class WritableBytes {
+ public:
+  explicit WritableBytes(nb::handle object) {
+    if (PyObject_GetBuffer(object.ptr(), &view_, PyBUF_WRITABLE) != 0) throw nb::python_error();
+  }
+  ~WritableBytes() { PyBuffer_Release(&view_); }
+  WritableBytes(const WritableBytes&) = delete;
+  WritableBytes& operator=(const WritableBytes&) = delete;
+
+  std::span<std::byte> span() const { return {static_cast<std::byte*>(view_.buf), static_cast<size_t>(view_.len)}; }
+
+ private:
+  Py_buffer view_;
+};
+
+void copy_to(const Step& step, nb::handle io, const std::vector<uint64_t>& offsets) {
+  const WritableBytes buffer(io);
+  step.copy_to(buffer.span(), offsets);
 }
 
 // A borrowed int32 buffer of one dimension, from any object with the buffer protocol.

@@ -1,10 +1,49 @@
 #include "scheduler/step.h"
 
 #include <algorithm>
+#include <array>
+#include <cstring>
+#include <stdexcept>
+#include <string>
 
 #include "check/check.h"
 
 namespace tokenspeed::scheduler {
+
+namespace {
+
+// Writes arrays to their places in an io set.
+class Copier {
+ public:
+  Copier(std::span<std::byte> io, std::span<const uint64_t> offsets) : io_(io), offsets_(offsets) {
+    if (offsets.size() != Step::kNumInputs) {
+      throw std::invalid_argument("step inputs: need " + std::to_string(Step::kNumInputs) + " offsets, have " +
+                                  std::to_string(offsets.size()));
+    }
+  }
+
+  // The next tensor: `count` elements, of which the caller writes some itself when `source` is null.
+  template <class T>
+  T* next(const T* source, int64_t count) {
+    const uint64_t offset = offsets_[tensor_++];
+    const uint64_t nbytes = static_cast<uint64_t>(count) * sizeof(T);
+    if (offset % alignof(T) != 0 || offset > io_.size() || nbytes > io_.size() - offset) {
+      throw std::invalid_argument("step inputs: tensor " + std::to_string(tensor_ - 1) + " needs " +
+                                  std::to_string(nbytes) + " bytes at byte " + std::to_string(offset) + " of " +
+                                  std::to_string(io_.size()));
+    }
+    auto* at = reinterpret_cast<T*>(io_.data() + offset);
+    if (source != nullptr) std::memcpy(at, source, nbytes);
+    return at;
+  }
+
+ private:
+  std::span<std::byte> io_;
+  std::span<const uint64_t> offsets_;
+  size_t tensor_ = 0;
+};
+
+}  // namespace
 
 Step::Step(const SchedulerConfig& config)
     : page_size(config.page_size), pages_per_sequence(config.pages_per_sequence()) {
@@ -30,6 +69,33 @@ void Step::clear(int64_t new_id) noexcept {
   num_tokens = num_seqs = num_logit_rows = 0;
   is_decode_only = true;
   cu_seqlens[0] = 0;
+}
+
+void Step::copy_to(std::span<std::byte> io, std::span<const uint64_t> offsets) const {
+  Copier copier(io, offsets);
+  const std::array<int32_t, 4> sizes = {num_tokens, num_seqs, num_logit_rows, 0};
+  copier.next(sizes.data(), 4);
+  copier.next(token_ids.data(), num_tokens);
+  copier.next(positions.data(), num_tokens);
+  copier.next(slot_mapping.data(), num_tokens);
+  copier.next(cu_seqlens.data(), int64_t{num_seqs} + 1);
+  copier.next(context_lens.data(), num_seqs);
+  int32_t* pages = copier.next<int32_t>(nullptr, int64_t{num_seqs} * pages_per_sequence);
+  for (int32_t i = 0; i < num_seqs; ++i) {
+    const int32_t held = (context_lens[static_cast<size_t>(i)] + page_size - 1) / page_size;
+    const int64_t row = int64_t{i} * pages_per_sequence;
+    std::memcpy(pages + row, page_table.data() + row, static_cast<size_t>(held) * sizeof(int32_t));
+  }
+  copier.next(logit_rows.data(), num_logit_rows);
+  copier.next(logit_target.data(), num_logit_rows);
+  copier.next(temperature.data(), num_logit_rows);
+  copier.next(top_p.data(), num_logit_rows);
+  copier.next(min_p.data(), num_logit_rows);
+  copier.next(top_k.data(), num_logit_rows);
+  copier.next(seed.data(), num_logit_rows);
+  copier.next(draw_position.data(), num_logit_rows);
+  copier.next(num_logprobs.data(), num_logit_rows);
+  copier.next(state_slot.data(), num_logit_rows);
 }
 
 void Step::add_sequence(int32_t count, int32_t first_position, std::span<const int32_t> pages) noexcept {

@@ -1,6 +1,7 @@
 // One forward pass as flat arrays, named and typed as INPUTS of tokenspeed/step.py.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 #include <span>
 #include <vector>
@@ -37,6 +38,11 @@ struct Step {
                       int32_t target) noexcept;
   // Draws from the step's last token; returns the row.
   int32_t add_draw_row(int64_t request_id, const RequestParams& params, int32_t position, int32_t slot) noexcept;
+
+  // Copies what the step filled into `io`: tensor i of INPUTS in tokenspeed/step.py to byte offsets[i]. Of a
+  // page_table row only the pages of its sequence. Throws std::invalid_argument when a tensor does not fit.
+  static constexpr size_t kNumInputs = 17;
+  void copy_to(std::span<std::byte> io, std::span<const uint64_t> offsets) const;
 
   int64_t id = 0;
   int32_t num_tokens = 0;
