@@ -11,13 +11,18 @@ are ranked. Two kinds of claims differ on purpose (docs/kernels.md):
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from tokenspeed.errors import SelectionError
 from tokenspeed.target import Target
+
+Constant: TypeAlias = int | float | bool | str
+DTYPES_TRITON: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}
+"""Program dtypes as Triton names them."""
 
 SOLUTIONS = ("reference", "native", "onednn", "triton", "cutlass", "flashinfer", "tensorrt", "aok")
 
@@ -97,10 +102,12 @@ class ArgumentKind(StrEnum):
     """Size of the call of this name."""
     FLOAT = "float"
     """Attribute of the op of this name."""
+    SIZES = "sizes"
+    """Pointer to the io tensor of this name that holds the sizes of the step: a GPU graph has no step scalars."""
 
 
 _LETTERS: Mapping[ArgumentKind, str] = {
-    ArgumentKind.READ: "p", ArgumentKind.WRITE: "p", ArgumentKind.WORKSPACE: "p",
+    ArgumentKind.READ: "p", ArgumentKind.WRITE: "p", ArgumentKind.WORKSPACE: "p", ArgumentKind.SIZES: "p",
     ArgumentKind.ROWS: "i", ArgumentKind.STEP: "i", ArgumentKind.INT: "i", ArgumentKind.FLOAT: "f",
 }  # fmt: skip
 
@@ -123,6 +130,84 @@ def argument_rules(text: str) -> tuple[ArgumentRule, ...]:
 
 
 @dataclass(frozen=True)
+class DeviceKernel:
+    """A GPU kernel to compile: what its binary depends on, but for the target.
+
+    Attributes:
+        module, function: where its source is; ``function`` is also its symbol in the binary.
+        signature: (name, type) of every parameter that is passed at launch, in order; types are pointers to a scalar
+            (``*bf16``, ``*fp32``, ``*i32``, ``*i64``, ``*u64``) or scalars (``i32``, ``fp32``). Pointers are
+            declared divisible by 16, scalars are not specialized.
+        constants: (name, value) of every other parameter, sorted by name.
+        num_warps: warps of a block.
+        num_stages: depth of the compiler's software pipelines.
+    """
+
+    module: str
+    function: str
+    signature: tuple[tuple[str, str], ...]
+    constants: tuple[tuple[str, Constant], ...]
+    num_warps: int
+    num_stages: int
+
+    def __str__(self) -> str:
+        constants = ", ".join(f"{name}={value}" for name, value in self.constants)
+        return f"{self.function}[{constants}; {self.num_warps} warps, {self.num_stages} stages]"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One launch of a kernel call. ``name`` tells the stages of one call apart; ``kernel`` is None for a function
+    of the native library; ``grid`` counts blocks; a ``programmatic`` kernel may start before its predecessors have
+    finished, and waits for them itself."""
+
+    symbol: str
+    arguments: tuple[ArgumentRule, ...]
+    name: str = ""
+    kernel: DeviceKernel | None = None
+    grid: tuple[int, int, int] = (1, 1, 1)
+    programmatic: bool = False
+
+
+def device_stage(
+    *,
+    module: str,
+    function: Callable[..., Any],
+    arguments: str,
+    types: str,
+    constants: Mapping[str, Constant],
+    num_warps: int,
+    num_stages: int,
+    grid: tuple[int, int, int],
+    target: Target,
+    name: str = "",
+) -> Stage:
+    """The Stage that launches the Triton function ``function``.
+
+    ``arguments`` (as for ``argument_rules``) and ``types`` are parallel, one entry per parameter that is not a
+    constant, in the function's order; ``constants`` name the others but for PDL (programmatic dependent launch),
+    which is on where the target has it.
+    """
+    source = getattr(function, "fn", function)
+    parameters = tuple(inspect.signature(source).parameters)
+    programmatic = target.backend == "cuda"
+    values: dict[str, Constant] = {**constants, "PDL": programmatic}
+    rules, kinds = argument_rules(arguments), tuple(word.strip() for word in types.split(","))
+    passed = tuple(p for p in parameters if p not in values)
+    assert len(passed) == len(rules) == len(kinds), (source.__name__, passed, rules, kinds)
+    assert values.keys() <= set(parameters), (source.__name__, sorted(values.keys() - set(parameters)))
+    kernel = DeviceKernel(
+        module=module,
+        function=source.__name__,
+        signature=tuple(zip(passed, kinds, strict=True)),
+        constants=tuple(sorted(values.items())),
+        num_warps=num_warps,
+        num_stages=num_stages,
+    )
+    return Stage(source.__name__, rules, name, kernel, grid, programmatic)
+
+
+@dataclass(frozen=True)
 class KernelSpec:
     """One kernel.
 
@@ -140,6 +225,7 @@ class KernelSpec:
         weight_layout: how it reads the weights among its operands (tokenspeed/compile/weights.py), or None.
         workspace: arena bytes for its own use, or None for none.
         bitwise_class: kernels of one class give equal bits for equal rows; each is alone in its own by default.
+        launches: for a GPU, the launches that serve a request; None for one call of ``symbol`` with ``arguments``.
     """
 
     op: str
@@ -155,6 +241,7 @@ class KernelSpec:
     weight_layout: str | None = None
     workspace: Workspace | None = None
     bitwise_class: str = ""
+    launches: Callable[[Request], tuple[Stage, ...]] | None = None
 
     def __post_init__(self) -> None:
         assert self.solution in SOLUTIONS, self.solution
@@ -169,12 +256,16 @@ class KernelSpec:
     def workspace_bytes(self, sizes: Mapping[str, int]) -> int:
         return 0 if self.workspace is None else self.workspace(sizes)
 
+    def stages(self, request: Request) -> tuple[Stage, ...]:
+        """What runs, in order, to serve ``request``, which this kernel accepts."""
+        return (Stage(self.symbol, self.arguments),) if self.launches is None else self.launches(request)
+
 
 @dataclass(frozen=True)
 class Request:
     """What a caller asks for one op.
 
-    ``sizes`` are the sizes that constraints and workspaces speak of, ``traits`` one wanted value per trait,
+    ``sizes`` are the sizes that constraints, workspaces and launches speak of (compile/select.py lists them), ``traits`` one wanted value per trait,
     ``features`` what must be guaranteed, ``solution`` the only solution allowed, or None for any.
     """
 

@@ -23,7 +23,7 @@ from tokenspeed.artifact import (
 from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.envelope import resolve
 from tokenspeed.errors import ArtifactError, ResourceError
-from tokenspeed.step import INPUTS, OUTPUTS, STATE, place
+from tokenspeed.step import IO, STATE, place
 from tokenspeed.target import Target
 
 V3, V4 = Target("cpu", "x86-64-v3"), Target("cpu", "x86-64-v4")
@@ -31,7 +31,7 @@ V3, V4 = Target("cpu", "x86-64-v3"), Target("cpu", "x86-64-v4")
 
 def manifest() -> Manifest:
     sizes = {"T": 2, "S": 1, "P": 1, "R": 1}
-    io, io_bytes = place((*INPUTS, *OUTPUTS), sizes)
+    io, io_bytes = place(IO, sizes)
     state, state_bytes = place(STATE, sizes)
     section = TargetSection(
         target=str(V3),

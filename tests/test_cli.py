@@ -363,7 +363,7 @@ def test_exit_codes_say_what_kind_of_thing_went_wrong(run: Run, tiny_checkpoint:
         (5, "need triton (pinned)", ("build", tiny_checkpoint, "--solution", "sample=triton")),
         (7, "no artifact at absent", ("verify", "absent")),
         (8, "unknown target 'cuda:sm_90a'", ("build", tiny_checkpoint, "--target", "cuda:sm_90a")),
-        (8, "unknown CPU target 'cpu:z80'", ("run", tiny_artifact, "x", "--target", "cpu:z80")),
+        (8, "unknown target 'cpu:z80'", ("run", tiny_artifact, "x", "--target", "cpu:z80")),
         (9, "does not fit in memory", ("run", tiny_artifact, "x", "--kv-gib", "0.0001")),
     ]
     for code, text, args in cases:

@@ -75,7 +75,7 @@ def test_targets_are_sorted_and_unique() -> None:
     assert [str(t) for t in envelope.targets] == ["cpu:x86-64-v3", "cpu:x86-64-v4"]
     with pytest.raises(TargetError, match="unknown target 'tpu:v5'"):
         make(targets="tpu:v5")
-    with pytest.raises(TargetError, match="unknown CPU target 'cpu:pentium'"):
+    with pytest.raises(TargetError, match="unknown target 'cpu:pentium'"):
         make(targets="cpu:pentium")
 
 

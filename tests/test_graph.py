@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lowered import fused_program, lowered
 
 from tokenspeed.errors import ProgramError
-from tokenspeed.graph import Access, Argument, Float, Int, LaunchGraph, Node, Pointer, Region, StepScalar
+from tokenspeed.graph import Access, Argument, Float, Int, Launch, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.graph_verify import ancestor_sets, verify_graph
 
 R, W, RW = Access.READ, Access.WRITE, Access.READ | Access.WRITE
@@ -36,10 +36,22 @@ def chain() -> LaunchGraph:
     )
 
 
+def gpu_chain() -> LaunchGraph:
+    """Two nodes that share a binary, and one of another."""
+    args = (arena(0, 64, RW), Int(-7, 4), Float(0.5, 4))
+    return LaunchGraph(
+        (
+            Node("a", "scale", args, (), Launch("scale-01", (7, 2, 1), (128, 1, 1), 4096, programmatic=True)),
+            Node("b", "shift", args, (0,), Launch("shift-02", (1, 1, 1), (32, 2, 1), 0, (2, 1, 1))),
+            Node("c", "scale", args, (1,), Launch("scale-01", (9, 1, 3), (128, 1, 1))),
+        )
+    )
+
+
 def resealed(data: bytes | bytearray) -> bytes:
     """``data`` with the checksum that its body has."""
     body = bytes(data[64:])
-    return bytes(data[:32]) + struct.pack("<I", zlib.crc32(body)) + bytes(data[36:64]) + body
+    return bytes(data[:36]) + struct.pack("<I", zlib.crc32(body)) + bytes(data[40:64]) + body
 
 
 pointers = st.builds(
@@ -53,18 +65,28 @@ arguments: st.SearchStrategy[Argument] = st.one_of(
     pointers,
     st.builds(Int, st.integers(-(2**63), 2**63 - 1)),
     st.builds(Float, st.floats(allow_nan=False, allow_infinity=False)),
+    st.builds(Int, st.integers(-(2**31), 2**31 - 1), st.just(4)),
+    st.builds(Float, st.floats(allow_nan=False, allow_infinity=False, width=32), st.just(4)),
     st.builds(StepScalar, st.integers(0, 2)),
+)
+
+
+dims = st.tuples(*[st.integers(1, 2**32 - 1)] * 3)
+launches = st.builds(
+    Launch, st.sampled_from(["x", "y", "z\u00e9"]), dims, dims, st.integers(0, 2**32 - 1), dims, st.booleans()
 )
 
 
 @st.composite
 def graphs(draw: Any) -> LaunchGraph:
     nodes = []
+    launched = draw(st.booleans())
     for index in range(draw(st.integers(0, 6))):
         edges = draw(st.sets(st.integers(0, index - 1))) if index else ()
         args = draw(st.lists(arguments, max_size=4))
         text = st.text(st.characters(exclude_categories=["Cs"]), max_size=5)
-        nodes.append(Node(f"{index}{draw(text)}", draw(text), tuple(args), tuple(sorted(edges))))
+        launch = draw(launches) if launched else None
+        nodes.append(Node(f"{index}{draw(text)}", draw(text), tuple(args), tuple(sorted(edges)), launch))
     return LaunchGraph(tuple(nodes))
 
 
@@ -79,10 +101,10 @@ def test_the_bytes_of_a_small_graph() -> None:
     graph = LaunchGraph((Node("n", "k", (Pointer(Region.IO, 8, 16, R), Int(-1), Float(1.0), StepScalar(1))),))
     data = graph.encode()
     body = struct.pack("<II", 0, 1) + struct.pack("<8I", 0, 0, 4, 0, 0, 1, 1, 0)
-    body += struct.pack("<BBB5xQQQ", 0, 3, 1, 8, 16, 0) + struct.pack("<BBB5xQQQ", 1, 0, 0, 2**64 - 1, 0, 0)
-    body += struct.pack("<BBB5xQQQ", 2, 0, 0, 0x3FF0000000000000, 0, 0) + struct.pack("<BBB5xQQQ", 3, 0, 0, 1, 0, 0)
+    body += struct.pack("<4B4xQQQ", 0, 3, 1, 8, 8, 16, 0) + struct.pack("<4B4xQQQ", 1, 0, 0, 8, 2**64 - 1, 0, 0)
+    body += struct.pack("<4B4xQQQ", 2, 0, 0, 8, 0x3FF0000000000000, 0, 0) + struct.pack("<4B4xQQQ", 3, 0, 0, 8, 1, 0, 0)
     body += b"kn"
-    header = struct.pack("<4sHHIIIIIII28x", b"TSLG", 1, 64, 64 + len(body), 1, 1, 4, 0, 2, zlib.crc32(body))
+    header = struct.pack("<4sHHIIIIIIII24x", b"TSLG", 2, 64, 64 + len(body), 1, 0, 1, 4, 0, 2, zlib.crc32(body))
     assert data == header + body
 
 
@@ -111,8 +133,9 @@ def decodes_or_is_refused(data: bytes) -> None:
         return
 
 
-def test_every_flipped_bit_with_a_right_checksum_is_survived() -> None:
-    data = chain().encode()
+@pytest.mark.parametrize("graph", [chain(), gpu_chain()], ids=["cpu", "gpu"])
+def test_every_flipped_bit_with_a_right_checksum_is_survived(graph: LaunchGraph) -> None:
+    data = graph.encode()
     for bit in range(8 * 64, 8 * len(data)):
         flipped = bytearray(data)
         flipped[bit // 8] ^= 1 << bit % 8
@@ -120,9 +143,9 @@ def test_every_flipped_bit_with_a_right_checksum_is_survived() -> None:
 
 
 @settings(max_examples=300)
-@given(st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 2**32 - 1)), min_size=1, max_size=4))
-def test_overwritten_words_with_a_right_checksum_are_survived(words: list[tuple[int, int]]) -> None:
-    data = bytearray(chain().encode())
+@given(st.booleans(), st.lists(st.tuples(st.integers(0, 10**6), st.integers(0, 2**32 - 1)), min_size=1, max_size=4))
+def test_overwritten_words_with_a_right_checksum_are_survived(gpu: bool, words: list[tuple[int, int]]) -> None:
+    data = bytearray((gpu_chain() if gpu else chain()).encode())
     for at, word in words:
         struct.pack_into("<I", data, 4 * (at % (len(data) // 4)), word)
     decodes_or_is_refused(resealed(data))
@@ -137,7 +160,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 def test_a_file_of_another_version_says_so() -> None:
     data = bytearray(chain().encode())
     data[4] = 9
-    with pytest.raises(ProgramError, match="need format version 1, have 9") as caught:
+    with pytest.raises(ProgramError, match="need format version 2, have 9") as caught:
         LaunchGraph.decode(bytes(data))
     assert caught.value.hint == "rebuild the artifact with this version of tokenspeed"
 
@@ -145,8 +168,8 @@ def test_a_file_of_another_version_says_so() -> None:
 @pytest.mark.parametrize(
     ("arg", "text"),
     [
-        (Float(float("nan")), "node 'n' arg 0: need a finite number, have nan"),
-        (Int(2**63), "node 'n' arg 0: need a signed 64-bit number, have 9223372036854775808"),
+        (Float(float("nan")), "node 'n' arg 0: need a finite number of 4 or 8 bytes, have nan in 8"),
+        (Int(2**63), "node 'n' arg 0: need a signed number of 4 or 8 bytes, have 9223372036854775808 in 8"),
         (StepScalar(3), "node 'n' arg 0: need a step scalar below 3, have 3"),
         (arena(2, 4, R), r"node 'n' arg 0: need an aligned range of 64 bits with an access, have arena\[2:6\]r"),
         (arena(0, 4, Access(0)), r"need an aligned range of 64 bits with an access, have arena\[0:4\]-"),
@@ -155,6 +178,30 @@ def test_a_file_of_another_version_says_so() -> None:
 def test_what_no_file_can_hold_is_not_written(arg: Argument, text: str) -> None:
     with pytest.raises(ProgramError, match=text):
         LaunchGraph((Node("n", "k", (arg,)),)).encode()
+
+
+def test_what_no_gpu_graph_can_hold_is_not_written() -> None:
+    first, second, third = gpu_chain().nodes
+    assert first.launch is not None
+    for node, text in (
+        (replace(second, launch=None), "node 'b': need a launch, as other nodes of the graph have one"),
+        (replace(second, launch=replace(first.launch, grid=(0, 1, 1))), "node 'b': need positive sizes of 32 bits"),
+        (replace(second, args=(Int(2**31, 4),)), "node 'b' arg 0: need a signed number of 4 or 8 bytes"),
+        (replace(second, args=(Float(0.1, 4),)), "node 'b' arg 0: need a finite number of 4 or 8 bytes, have 0.1 in 4"),
+        (replace(second, args=(Float(1e300, 4),)), "node 'b' arg 0: need a finite number of 4 or 8 bytes"),
+    ):
+        with pytest.raises(ProgramError, match=text):
+            LaunchGraph((first, node, third)).encode()
+
+
+def test_a_gpu_graph_prints_itself() -> None:
+    lines = str(gpu_chain()).splitlines()
+    assert lines[0] == "   0  a = scale<7x2 x 128, 4096 B shared, programmatic>(arena[0:64]rw, -7, 0.5)"
+    assert lines[1] == "   1  b = shift<1 x 32x2, clusters 2>(arena[0:64]rw, -7, 0.5)  after 0"
+    assert gpu_chain().to_json()["nodes"][0]["launch"] == {
+        "binary": "scale-01", "grid": (7, 2, 1), "block": (128, 1, 1), "shared_bytes": 4096, "cluster": (1, 1, 1),
+        "programmatic": True,
+    }  # fmt: skip
 
 
 def test_a_graph_prints_itself() -> None:

@@ -33,23 +33,26 @@ def test_every_op_of_every_bucket_gets_a_kernel() -> None:
         assert [call.op for call in plan.calls] == list(program.ops)
         assert all(call.spec.op == call.op.kind and call.spec.symbol.endswith("avx512") for call in plan.calls)
         assert all(call.sizes["num_tokens"] == plan.bucket.num_tokens for call in plan.calls)
+        drawn = [call.sizes["M"] for call in plan.calls if call.sizes["rows"] == 2]
+        assert drawn == [plan.bucket.num_logit_rows] * len(drawn) and plan.calls[0].sizes["M"] == plan.bucket.num_tokens
 
 
 def test_sizes_of_ops() -> None:
     program = fused_program()
     sizes = {op.kind: op_sizes(program, op, DEPLOYMENT) for op in program.ops}
-    assert sizes["embedding"] == sizes["rms_norm"] == sizes["gather_rows"] == {"H": 48}
-    assert sizes["linear"] == {"N": 101, "K": 48} and sizes["linear_silu_mul"] == {"F": 72, "K": 48}
-    assert sizes["linear_add"] == {"N": 48, "K": 72} and sizes["sample"] == {"V": 101}
+    tokens, rows = {"rows": 0}, {"rows": 2}  # the dictionary holds the last op of a kind
+    assert sizes["embedding"] == {"H": 48, **tokens} and sizes["rms_norm"] == sizes["gather_rows"] == {"H": 48, **rows}
+    assert sizes["linear"] == {"N": 101, "K": 48, **rows} and sizes["linear_silu_mul"] == {"F": 72, "K": 48, **rows}
+    assert sizes["linear_add"] == {"N": 48, "K": 72, **rows} and sizes["sample"] == {"V": 101, **rows}
     heads = {"num_heads": 4, "num_kv_heads": 2, "head_dim": 16}
-    assert sizes["paged_attention"] == sizes["rope_kv_write"] == {**heads, **DEPLOYMENT}
+    assert sizes["paged_attention"] == sizes["rope_kv_write"] == {**heads, **DEPLOYMENT, **tokens}
 
 
 def test_the_report_names_ops_buckets_and_reasons() -> None:
     report = json.loads(json.dumps(choose("bfloat16", arch="x86-64-v4+bf16").to_json()))
     assert report["target"] == "cpu:x86-64-v4+bf16" and report["pinned"] == {}
     qkv = next(d for d in report["decisions"] if "layers.0.qkv" in d["ops"])
-    assert qkv["ops"] == ["layers.0.qkv", "layers.1.qkv"] and qkv["sizes"] == {"K": 48, "N": 128}
+    assert qkv["ops"] == ["layers.0.qkv", "layers.1.qkv"] and qkv["sizes"] == {"K": 48, "N": 128, "rows": 0}
     assert qkv["chosen"] == "linear_bf16_avx512bf16" and qkv["buckets"] == [b.name for b in BUCKETS]
     answers = {c["kernel"]: (c["accepted"], c["reasons"]) for c in qkv["candidates"]}
     assert answers["linear_bf16_avx512bf16"] == (True, [])

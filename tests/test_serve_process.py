@@ -224,7 +224,7 @@ def test_the_api_key(tiny_artifact: Path) -> None:
         ),
         (("--port", "0", "--max-waiting", "0"), 2, "error: max_waiting is 0; it must be at least 1\n"),
         (("--port", "0", "--kv-gib", "0.001"), 9, "error: max_model_len = 65536 does not fit in memory"),
-        (("--port", "0", "--target", "cpu:z80"), 8, "error: unknown CPU target 'cpu:z80'\nhint: use one of cpu:x86"),
+        (("--port", "0", "--target", "cpu:z80"), 8, "error: unknown target 'cpu:z80'\nhint: use one of cpu:x86"),
     ],
 )
 def test_refusals_before_serving(

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.envelope import Envelope
 from tokenspeed.errors import ArtifactError, EnvelopeError, ResourceError
-from tokenspeed.step import INPUTS, OUTPUTS, STATE, IoTensor, PlacedTensor
+from tokenspeed.step import IO, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
 FORMAT_VERSION = 1
@@ -185,7 +185,7 @@ def _target_section(raw: dict[str, Any]) -> TargetSection:
     section = _record(
         TargetSection,
         raw,
-        io=_placed(raw["io"], raw["io_bytes"], (*INPUTS, *OUTPUTS)),
+        io=_placed(raw["io"], raw["io_bytes"], IO),
         state=_placed(raw["state"], raw["state_bytes"], STATE),
         buckets=tuple(
             BucketEntry(_record(Bucket, e["bucket"], kind=BucketKind(e["bucket"]["kind"])), str(e["graph"]))

@@ -58,12 +58,17 @@ OUTPUTS: tuple[IoTensor, ...] = (
     IoTensor("out_top_logprobs", "float32", ("R", "K"), "their natural log-probabilities"),
 )
 
+STEP_SIZES = IoTensor("step_sizes", "int32", (4,), "the three of STEP_SCALARS, and 0: where GPU kernels read them")
+
+IO: tuple[IoTensor, ...] = (STEP_SIZES, *INPUTS, *OUTPUTS)
+"""Region io, in this order: what a step brings, then what it gives."""
+
 STATE: tuple[IoTensor, ...] = (
     IoTensor("last_tokens", "int32", ("S",), "last drawn token per request slot: decode inputs never visit the host"),
 )
 
 STEP_SCALARS: tuple[str, ...] = ("num_tokens", "num_seqs", "num_logit_rows")
-"""In the order of ``enum StepScalar`` in kernels/native/abi.h."""
+"""The sizes of a step, in the order of ``enum StepScalar`` in kernels/native/abi.h."""
 
 
 @dataclass(frozen=True)

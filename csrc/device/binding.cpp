@@ -33,6 +33,9 @@ class Binder {
   Binder(const LaunchGraph& graph, const BindingContext& context) : graph_(graph), context_(context) {}
 
   const kernels::KernelEntry& kernel_of(size_t node) const {
+    if (graph_.nodes[node].launch) {
+      fail(node, "is launched on a GPU, but this device is a CPU: load the graphs of a CPU target");
+    }
     const std::string& symbol = graph_.symbols[graph_.nodes[node].symbol];
     const kernels::KernelEntry* entry = find_kernel(context_.kernels, symbol);
     if (entry == nullptr) {
@@ -85,6 +88,7 @@ class Binder {
                      std::to_string(args.size()));
     }
     for (size_t i = 0; i < args.size(); ++i) {
+      if (args[i].size != 8) fail(node, i, "has 4 bytes, but the kernel takes 8");
       if (signature_of(args[i].kind) == signature[i]) continue;
       fail(node, i, std::string("must be ") + signature_name(signature[i]) + ", but is " + kind_name(args[i].kind));
     }

@@ -4,6 +4,7 @@
 #include <bit>
 #include <cmath>
 #include <cstring>
+#include <limits>
 #include <string_view>
 
 #include "abi.h"
@@ -19,22 +20,27 @@ static_assert(std::endian::native == std::endian::little, "the format is read as
 struct Header {
   char magic[4];
   uint16_t version, header_bytes;
-  uint32_t total_bytes, num_symbols, num_nodes, num_args, num_edges, string_bytes, crc;
-  uint8_t zero[28];
+  uint32_t total_bytes, num_symbols, num_binaries, num_nodes, num_args, num_edges, string_bytes, crc;
+  uint8_t zero[24];
 };
-struct SymbolRecord {
+struct NameRecord {
   uint32_t offset, length;
 };
 struct NodeRecord {
   uint32_t symbol, first_arg, num_args, first_edge, num_edges, name_offset, name_length, zero;
 };
+struct LaunchRecord {
+  uint32_t binary, grid[3], block[3], cluster[3], shared_bytes, flags;
+};
 struct ArgRecord {
-  uint8_t kind, region, access, zero[5];
+  uint8_t kind, region, access, size, zero[4];
   uint64_t value, extent, zero_end;
 };
-static_assert(sizeof(Header) == 64 && sizeof(SymbolRecord) == 8 && sizeof(NodeRecord) == 32 && sizeof(ArgRecord) == 32);
+static_assert(sizeof(Header) == 64 && sizeof(NameRecord) == 8 && sizeof(NodeRecord) == 32 &&
+              sizeof(LaunchRecord) == 48 && sizeof(ArgRecord) == 32);
 
-constexpr uint16_t kVersion = 1;
+constexpr uint16_t kVersion = 2;
+constexpr uint32_t kProgrammatic = 1;
 
 [[noreturn]] void damaged(const std::string& what) {
   throw GraphError("the launch graph is damaged: " + what + ": copy or build the artifact again");
@@ -89,6 +95,11 @@ std::string printable(std::string_view text) {
   return out;
 }
 
+// Whether a float holds `value` as it is.
+bool is_float(double value) {
+  return std::abs(value) <= std::numeric_limits<float>::max() && static_cast<double>(static_cast<float>(value)) == value;
+}
+
 class Reader {
  public:
   explicit Reader(std::span<const std::byte> bytes) : bytes_(bytes) {}
@@ -96,27 +107,55 @@ class Reader {
   LaunchGraph read() {
     read_header();
     LaunchGraph graph;
-    graph.symbols.reserve(header_.num_symbols);
-    for (uint32_t i = 0; i < header_.num_symbols; ++i) {
-      const auto record = at<SymbolRecord>(symbols_, i);
-      graph.symbols.push_back(text(record.offset, record.length, "symbol " + number(i)));
-      if (i > 0 && graph.symbols[i] <= graph.symbols[i - 1]) damaged("its symbols are not sorted and unique");
-    }
+    graph.symbols = read_names(symbols_, header_.num_symbols, "symbol");
+    graph.binaries = read_names(binaries_, header_.num_binaries, "binary");
     graph.nodes.reserve(header_.num_nodes);
-    std::vector<bool> used(header_.num_symbols);
+    std::vector<bool> symbols(header_.num_symbols), binaries(header_.num_binaries);
     for (uint32_t i = 0; i < header_.num_nodes; ++i) {
       graph.nodes.push_back(read_node(i));
-      used[graph.nodes.back().symbol] = true;
+      symbols[graph.nodes.back().symbol] = true;
+      if (const auto& launch = graph.nodes.back().launch) binaries[launch->binary] = true;
     }
-    const bool all_used = std::find(used.begin(), used.end(), false) == used.end();
+    const auto all = [](const std::vector<bool>& used) { return std::find(used.begin(), used.end(), false) == used.end(); };
     if (args_seen_ != header_.num_args || edges_seen_ != header_.num_edges || strings_seen_ != header_.string_bytes ||
-        !all_used) {
-      damaged("some of its symbols, arguments, edges or strings belong to no node");
+        !all(symbols) || !all(binaries)) {
+      damaged("some of its symbols, binaries, arguments, edges or strings belong to no node");
     }
     return graph;
   }
 
  private:
+  std::vector<std::string> read_names(size_t section, uint32_t count, const std::string& what) {
+    std::vector<std::string> names;
+    names.reserve(count);
+    for (uint32_t i = 0; i < count; ++i) {
+      const auto record = at<NameRecord>(section, i);
+      names.push_back(text(record.offset, record.length, what + " " + number(i)));
+      if (i > 0 && names[i] <= names[i - 1]) damaged("its " + what + " names are not sorted and unique");
+    }
+    return names;
+  }
+
+  std::optional<LaunchConfig> read_launch(uint32_t index) const {
+    if (header_.num_binaries == 0) return std::nullopt;
+    const auto record = at<LaunchRecord>(launches_, index);
+    const std::string what = "node " + number(index);
+    if (record.binary >= header_.num_binaries) {
+      damaged(what + " names binary " + number(record.binary) + " of " + number(header_.num_binaries));
+    }
+    LaunchConfig launch{record.binary, {}, {}, {}, record.shared_bytes, (record.flags & kProgrammatic) != 0};
+    for (size_t i = 0; i < 3; ++i) {
+      launch.grid[i] = record.grid[i];
+      launch.block[i] = record.block[i];
+      launch.cluster[i] = record.cluster[i];
+      if (record.grid[i] == 0 || record.block[i] == 0 || record.cluster[i] == 0) {
+        damaged(what + " is launched with a size of 0");
+      }
+    }
+    if ((record.flags & ~kProgrammatic) != 0) damaged(what + " has unknown launch flags");
+    return launch;
+  }
+
   template <typename Record>
   Record at(size_t section, uint64_t index) const {
     Record record;
@@ -135,7 +174,7 @@ class Reader {
                        number(kVersion) + ": build the artifact with this version of TokenSpeed");
     }
     if (header_.header_bytes != sizeof(Header) || !all_zero(header_.zero, sizeof(header_.zero))) {
-      damaged("its header is not that of version 1");
+      damaged("its header is not that of version 2");
     }
     if (header_.total_bytes != bytes_.size()) {
       damaged("it says that it has " + number(header_.total_bytes) + " bytes, but there are " + number(bytes_.size()));
@@ -149,11 +188,15 @@ class Reader {
   }
 
   void place_sections() {
-    uint64_t end = sizeof(Header);  // no overflow: five products of 32-bit numbers and small sizes
+    uint64_t end = sizeof(Header);  // no overflow: seven products of 32-bit numbers and small sizes
     symbols_ = end;
-    end += uint64_t{header_.num_symbols} * sizeof(SymbolRecord);
+    end += uint64_t{header_.num_symbols} * sizeof(NameRecord);
+    binaries_ = end;
+    end += uint64_t{header_.num_binaries} * sizeof(NameRecord);
     nodes_ = end;
     end += uint64_t{header_.num_nodes} * sizeof(NodeRecord);
+    launches_ = end;
+    end += header_.num_binaries == 0 ? 0 : uint64_t{header_.num_nodes} * sizeof(LaunchRecord);
     args_ = end;
     end += uint64_t{header_.num_args} * sizeof(ArgRecord);
     edges_ = end;
@@ -190,7 +233,7 @@ class Reader {
       damaged(what + " does not use the edges that follow those of the node before it");
     }
     if (record.zero != 0) damaged(what + " has bits in a field that must be zero");
-    GraphNode node{text(record.name_offset, record.name_length, what), record.symbol, {}, {}};
+    GraphNode node{text(record.name_offset, record.name_length, what), record.symbol, {}, {}, read_launch(index)};
     node.args.reserve(record.num_args);
     for (uint32_t i = 0; i < record.num_args; ++i) node.args.push_back(read_arg(what, i));
     for (uint32_t i = 0; i < record.num_edges; ++i) {
@@ -223,16 +266,27 @@ class Reader {
       fail("is a number, but has the region, access or extent of a pointer");
     }
     if (record.kind > static_cast<uint8_t>(ArgKind::Scalar)) fail("has the unknown kind " + number(record.kind));
+    if (record.size != 8 && !(record.size == 4 && (kind == ArgKind::I64 || kind == ArgKind::F64))) {
+      fail("is a parameter of " + number(record.size) + " bytes; 8 are legal, and 4 for a number");
+    }
+    if (kind == ArgKind::I64 && record.size == 4 &&
+        static_cast<int64_t>(record.value) != static_cast<int32_t>(static_cast<uint32_t>(record.value))) {
+      fail("does not fit in 4 bytes");
+    }
     if (kind == ArgKind::Scalar && record.value >= kernels::kNumStepScalars) {
       fail("names the unknown step scalar " + number(record.value));
     }
-    if (kind == ArgKind::F64 && !std::isfinite(std::bit_cast<double>(record.value))) fail("is not a finite number");
-    return {kind, static_cast<RegionKind>(record.region), record.access, record.value, record.extent};
+    if (kind == ArgKind::F64) {
+      const double value = std::bit_cast<double>(record.value);
+      if (!std::isfinite(value)) fail("is not a finite number");
+      if (record.size == 4 && !is_float(value)) fail("does not fit in 4 bytes");
+    }
+    return {kind, static_cast<RegionKind>(record.region), record.access, record.size, record.value, record.extent};
   }
 
   std::span<const std::byte> bytes_;
   Header header_{};
-  size_t symbols_ = 0, nodes_ = 0, args_ = 0, edges_ = 0, strings_ = 0;
+  size_t symbols_ = 0, binaries_ = 0, nodes_ = 0, launches_ = 0, args_ = 0, edges_ = 0, strings_ = 0;
   uint32_t args_seen_ = 0, edges_seen_ = 0, strings_seen_ = 0;
 };
 

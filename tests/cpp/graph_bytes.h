@@ -14,6 +14,7 @@ namespace tokenspeed::device {
 struct TestArg {
   uint8_t kind = 0, region = 0, access = 0;
   uint64_t value = 0, extent = 0;
+  uint8_t size = 8;
 };
 
 inline TestArg pointer_arg(RegionKind region, uint64_t offset, uint64_t extent, uint8_t access) {
@@ -27,19 +28,27 @@ inline TestArg float_arg(double value) {
 }
 inline TestArg scalar_arg(uint64_t index) { return {3, 0, 0, index, 0}; }
 
+struct TestLaunch {
+  uint32_t binary = 0;
+  uint32_t grid[3] = {1, 1, 1}, block[3] = {32, 1, 1}, cluster[3] = {1, 1, 1};
+  uint32_t shared_bytes = 0, flags = 0;
+};
+
 struct TestNode {
   std::string name;
   uint32_t symbol;
   std::vector<TestArg> args;
   std::vector<uint32_t> edges;
+  TestLaunch launch = {};  // written if the graph has binaries
 };
 
 struct TestGraph {
   std::vector<std::string> symbols;
   std::vector<TestNode> nodes;
+  std::vector<std::string> binaries = {};
 
   std::vector<std::byte> encode() const {
-    std::vector<std::byte> out(64), args, edges, node_table;
+    std::vector<std::byte> out(64), args, edges, node_table, launches;
     std::string strings;
     const auto put = [](std::vector<std::byte>& to, auto value) {
       const auto* p = reinterpret_cast<const std::byte*>(&value);
@@ -51,6 +60,7 @@ struct TestGraph {
       strings += s;
     };
     for (const auto& symbol : symbols) text(out, symbol);
+    for (const auto& binary : binaries) text(out, binary);
     uint32_t num_args = 0, num_edges = 0;
     for (const TestNode& node : nodes) {
       for (const uint32_t field : {node.symbol, num_args, static_cast<uint32_t>(node.args.size()), num_edges,
@@ -60,22 +70,23 @@ struct TestGraph {
       text(node_table, node.name);
       put(node_table, uint32_t{0});
       for (const TestArg& arg : node.args) {
-        for (const uint8_t byte : {arg.kind, arg.region, arg.access, uint8_t{0}, uint8_t{0}, uint8_t{0}, uint8_t{0},
+        for (const uint8_t byte : {arg.kind, arg.region, arg.access, arg.size, uint8_t{0}, uint8_t{0}, uint8_t{0},
                                    uint8_t{0}}) {
           put(args, byte);
         }
         for (const uint64_t word : {arg.value, arg.extent, uint64_t{0}}) put(args, word);
       }
       for (const uint32_t edge : node.edges) put(edges, edge);
+      if (!binaries.empty()) put(launches, node.launch);
       num_args += static_cast<uint32_t>(node.args.size());
       num_edges += static_cast<uint32_t>(node.edges.size());
     }
-    for (const auto* part : {&node_table, &args, &edges}) out.insert(out.end(), part->begin(), part->end());
+    for (const auto* part : {&node_table, &launches, &args, &edges}) out.insert(out.end(), part->begin(), part->end());
     for (char c : strings) out.push_back(static_cast<std::byte>(c));
     const uint32_t counts[] = {static_cast<uint32_t>(out.size()),     static_cast<uint32_t>(symbols.size()),
-                               static_cast<uint32_t>(nodes.size()),   num_args, num_edges,
-                               static_cast<uint32_t>(strings.size())};
-    std::memcpy(out.data(), "TSLG\1\0\x40\0", 8);
+                               static_cast<uint32_t>(binaries.size()), static_cast<uint32_t>(nodes.size()),
+                               num_args, num_edges, static_cast<uint32_t>(strings.size())};
+    std::memcpy(out.data(), "TSLG\2\0\x40\0", 8);
     std::memcpy(out.data() + 8, counts, sizeof(counts));
     reseal(out);
     return out;
@@ -85,7 +96,7 @@ struct TestGraph {
   static void reseal(std::vector<std::byte>& bytes) {
     if (bytes.size() < 64) return;
     const uint32_t crc = crc32(bytes.data() + 64, bytes.size() - 64);
-    std::memcpy(bytes.data() + 32, &crc, 4);
+    std::memcpy(bytes.data() + 36, &crc, 4);
   }
 };
 

@@ -109,9 +109,9 @@ TEST(damage_is_refused_in_words) {
   bytes[kStrings] ^= std::byte{1};
   CHECK(contains(refusal(bytes), "its checksum does not match its contents: copy or build the artifact again"));
   CHECK(contains(refusal(changed(0, 'X')), "it does not begin with 'TSLG'"));
-  CHECK(contains(refusal(changed(4, 2)), "has format version 2, but this runtime reads 1: build the artifact"));
-  CHECK(contains(refusal(changed(6, 32)), "its header is not that of version 1"));
-  CHECK(contains(refusal(changed(63, 1)), "its header is not that of version 1"));
+  CHECK(contains(refusal(changed(4, 1)), "has format version 1, but this runtime reads 2: build the artifact"));
+  CHECK(contains(refusal(changed(6, 32)), "its header is not that of version 2"));
+  CHECK(contains(refusal(changed(63, 1)), "its header is not that of version 2"));
   CHECK(contains(refusal(changed(12, 3)), "its sections need"));
   CHECK(contains(refusal(changed(kNodes, 2)), "node 0 names symbol 2 of 2"));
   CHECK(contains(refusal(changed(kNodes + 4, 1)), "node 0 does not use the arguments that follow"));
@@ -124,13 +124,14 @@ TEST(damage_is_refused_in_words) {
   CHECK(contains(refusal(changed(kArgs + 3 * 32, 9)), "node 0 argument 3 has the unknown kind 9"));
   CHECK(contains(refusal(changed(kArgs + 1, 5)), "node 0 argument 0 points into the unknown region 5"));
   CHECK(contains(refusal(changed(kArgs + 2, 4)), "node 0 argument 0 has the unknown access 4"));
-  CHECK(contains(refusal(changed(kArgs + 3, 1)), "node 0 argument 0 has bits in a field that must be zero"));
+  CHECK(contains(refusal(changed(kArgs + 4, 1)), "node 0 argument 0 has bits in a field that must be zero"));
+  CHECK(contains(refusal(changed(kArgs + 3, 4)), "node 0 argument 0 is a parameter of 4 bytes; 8 are legal"));
   CHECK(contains(refusal(changed(kArgs + 8, 2)), "node 0 argument 0 points to offset 2, which is no multiple of 4"));
   CHECK(contains(refusal(changed(kArgs + 17, 0)), "node 0 argument 0 spans 0 bytes"));
   CHECK(contains(refusal(changed(kArgs + 3 * 32 + 8, 3)), "node 0 argument 3 names the unknown step scalar 3"));
   CHECK(contains(refusal(changed(kEdges, 1)), "node 1 waits for node 1, which is not before it"));
   CHECK(contains(refusal(changed(kStrings, 0xff)), "the text of symbol 0 is not UTF-8"));
-  CHECK(contains(refusal(changed(kStrings, 'z')), "its symbols are not sorted and unique"));
+  CHECK(contains(refusal(changed(kStrings, 'z')), "its symbol names are not sorted and unique"));
   CHECK(contains(refusal(TestGraph{}.encode()), "it has 0 nodes"));
   TestGraph infinite = two_nodes();
   infinite.nodes[1].args[5] = float_arg(HUGE_VAL);
@@ -138,6 +139,45 @@ TEST(damage_is_refused_in_words) {
   TestGraph wide = two_nodes();
   wide.nodes[0].args[0].value = ~uint64_t{0} - 3;
   CHECK(contains(refusal(wide.encode()), "node 0 argument 0 spans 4096 bytes at 18446744073709551612"));
+}
+
+// One node for a GPU: an int32, a float and a pointer.
+static TestGraph gpu_graph() {
+  TestArg count = int_arg(-7), scale = float_arg(0.5);
+  count.size = scale.size = 4;
+  TestLaunch launch{0, {7, 2, 1}, {128, 1, 1}, {2, 1, 1}, 4096, 1};
+  return {{"scale_kernel"}, {{"scale", 0, {count, scale, pointer_arg(RegionKind::Arena, 64, 256, 3)}, {}, launch}}, {"scale-0123"}};
+}
+
+TEST(a_gpu_graph_is_read_as_written) {
+  const LaunchGraph graph = read_graph(gpu_graph().encode());
+  CHECK(graph.binaries == std::vector<std::string>{"scale-0123"} && graph.nodes.size() == 1);
+  const LaunchConfig& launch = graph.nodes[0].launch.value();
+  CHECK(launch.binary == 0 && launch.grid == (std::array<uint32_t, 3>{7, 2, 1}) && launch.block[0] == 128);
+  CHECK(launch.cluster[0] == 2 && launch.shared_bytes == 4096 && launch.programmatic);
+  CHECK(graph.nodes[0].args[0].size == 4 && graph.nodes[0].args[2].size == 8);
+}
+
+TEST(a_cpu_refuses_a_gpu_graph) {
+  CHECK(contains(Fixture().refusal(gpu_graph()), "node 0 ('scale', kernel scale_kernel): is launched on a GPU, but this device is a CPU"));
+}
+
+TEST(a_damaged_gpu_graph_is_refused_in_words) {
+  const auto refused = [](auto change) {
+    TestGraph graph = gpu_graph();
+    change(graph.nodes[0]);
+    return refusal(graph.encode());
+  };
+  CHECK(contains(refused([](TestNode& n) { n.launch.binary = 1; }), "node 0 names binary 1 of 1"));
+  CHECK(contains(refused([](TestNode& n) { n.launch.grid[1] = 0; }), "node 0 is launched with a size of 0"));
+  CHECK(contains(refused([](TestNode& n) { n.launch.flags = 2; }), "node 0 has unknown launch flags"));
+  CHECK(contains(refused([](TestNode& n) { n.args[0].size = 2; }), "argument 0 is a parameter of 2 bytes"));
+  CHECK(contains(refused([](TestNode& n) { n.args[0].value = 1ull << 40; }), "argument 0 does not fit in 4 bytes"));
+  CHECK(contains(refused([](TestNode& n) { n.args[1] = float_arg(0.1), n.args[1].size = 4; }),
+                 "argument 1 does not fit in 4 bytes"));
+  TestGraph unused = gpu_graph();
+  unused.binaries.push_back("z");
+  CHECK(contains(refusal(unused.encode()), "belong to no node"));
 }
 
 TEST(no_bytes_crash_the_reader) {

@@ -51,7 +51,8 @@ def interleave(gate: Array, up: Array) -> Array:
     features, width = gate.shape
     padding = ((0, round_up(features, PANEL) - features), (0, 0))
     panels = [np.pad(part, padding).reshape(-1, 1, PANEL, width) for part in (gate, up)]
-    return np.concatenate(panels, axis=1).reshape(-1, width)
+    interleaved: Array = np.concatenate(panels, axis=1).reshape(-1, width)
+    return interleaved
 
 
 def deinterleave(columns: Array, features: int) -> tuple[Array, Array]:
@@ -67,4 +68,5 @@ def rope_table(source: Source, rows: int) -> Array:
     frequencies = source.attrs["inverse_frequencies"]
     angles = np.outer(np.arange(rows, dtype=np.float64), np.asarray(frequencies, dtype=np.float64))
     factor = source.attrs.number("attention_factor")
-    return (factor * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)).astype(np.float32)
+    table: Array = (factor * np.concatenate([np.cos(angles), np.sin(angles)], axis=1)).astype(np.float32)
+    return table

@@ -152,7 +152,8 @@ def _rotate(x: Array, table: Array, positions: Array, head_dim: int) -> Array:
     """Rotate the halves (a, b) of each head of x [T, heads * D] by its row's position."""
     cos, sin = np.split(table[positions][:, None, :], 2, axis=-1)
     a, b = np.split(x.reshape(len(x), -1, head_dim), 2, axis=-1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+    rotated: Array = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
+    return rotated
 
 
 def _rope(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]:

@@ -17,7 +17,7 @@ from tokenspeed.compile.ops import Dim, round_up
 from tokenspeed.compile.program import Op, Program, Role, Value
 from tokenspeed.errors import ProgramError
 from tokenspeed.graph import Access, Pointer, Region
-from tokenspeed.step import DTYPE_BYTES, INPUTS, OUTPUTS, STATE, PlacedTensor, align, place
+from tokenspeed.step import DTYPE_BYTES, IO, STATE, STEP_SIZES, PlacedTensor, align, place
 
 ROW_PADDING = 32
 """Rows to a multiple of which arena buffers are padded: the tile of rows that matrix kernels may read."""
@@ -62,6 +62,11 @@ class Layout:
             rows = round_up(rows, ROW_PADDING)
         return Pointer(region, offset, rows * row_bytes, access)
 
+    def step_sizes(self) -> Pointer:
+        """Where a GPU kernel reads the sizes of the step."""
+        tensor = next(tensor for tensor in self.io if tensor.name == STEP_SIZES.name)
+        return Pointer(Region.IO, tensor.offset, tensor.nbytes, Access.READ)
+
     def workspace(self, op: Op, nbytes: int) -> Pointer:
         """The workspace of ``op``, of which it uses ``nbytes``."""
         return Pointer(Region.ARENA, self.workspaces[op.name], nbytes, Access.READ | Access.WRITE)
@@ -78,7 +83,7 @@ def plan_layout(program: Program, limits: StepLimits, weights_bytes: int, worksp
         "P": pages_per_seq(program),
         "R": limits.max_logit_rows,
     }
-    io, io_bytes = place((*INPUTS, *OUTPUTS), sizes)
+    io, io_bytes = place(IO, sizes)
     state, state_bytes = place(STATE, sizes)
     places = {tensor.name: (Region.IO, tensor.offset) for tensor in io}
     places |= {tensor.name: (Region.STATE, tensor.offset) for tensor in state}

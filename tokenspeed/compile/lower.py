@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from tokenspeed.bucket import Bucket, StepLimits
 from tokenspeed.compile.buckets import ladder, prove_coverage
@@ -14,19 +16,43 @@ from tokenspeed.compile.program import Program, Role
 from tokenspeed.compile.select import KernelCall, Plan, Selection, select
 from tokenspeed.compile.weights import WeightPlan, plan_weights
 from tokenspeed.errors import ProgramError
-from tokenspeed.graph import Access, Argument, Float, Int, LaunchGraph, Node, Pointer, Region, StepScalar
+from tokenspeed.graph import Access, Argument, Float, Int, Launch, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.graph_verify import verify_graph
-from tokenspeed.kernels.registry import ArgumentKind, ArgumentRule, Registry
+from tokenspeed.kernels.registry import ArgumentKind, ArgumentRule, DeviceKernel, Registry, Stage
 from tokenspeed.step import STEP_SCALARS, PlacedTensor
 from tokenspeed.target import Target
 
 
 @dataclass(frozen=True)
+class Binary:
+    """What lowering asks of a compiled GPU kernel: its name in the artifact, the threads of its block, and its
+    dynamic shared memory in bytes."""
+
+    name: str
+    threads: int
+    shared_bytes: int
+
+
+Binaries: TypeAlias = Callable[[Sequence[DeviceKernel]], Mapping[DeviceKernel, Binary]]
+"""Compiles GPU kernels for the target that is being lowered."""
+
+
+def no_binaries(kernels: Sequence[DeviceKernel]) -> Mapping[DeviceKernel, Binary]:
+    """Of a CPU target, whose kernels are in the native library."""
+    assert not kernels, kernels
+    return {}
+
+
+@dataclass(frozen=True)
 class LoweredTarget:
-    """All that an artifact holds for one target, but for the bytes of the weights. Sizes in bytes."""
+    """All that an artifact holds for one target, but for the bytes of the weights and of the kernels.
+
+    Sizes in bytes. ``kernels`` are the GPU kernels that the graphs launch, by the names of their binaries.
+    """
 
     target: Target
     graphs: Mapping[Bucket, LaunchGraph]
+    kernels: Mapping[str, DeviceKernel]
     weights: WeightPlan
     arena_bytes: int
     kv_page_bytes: int
@@ -48,6 +74,7 @@ def lower_program(
     features: frozenset[str] = frozenset(),
     pinned: Mapping[str, str] | None = None,
     buckets: Sequence[Bucket] | None = None,
+    compile_kernels: Binaries = no_binaries,
 ) -> LoweredTarget:
     """Lower a fully fused ``program`` for ``target``.
 
@@ -57,6 +84,7 @@ def lower_program(
         features: what every selected kernel must guarantee.
         pinned: kind of op -> the only solution allowed for it.
         buckets: the ladder to use instead of the default one.
+        compile_kernels: compiles the GPU kernels that were selected.
 
     Raises:
         SelectionError: an op has no kernel.
@@ -73,7 +101,8 @@ def lower_program(
     selection = select(program, target, rungs, registry, deployment, features=features, pinned=pinned)
     weights = plan_weights(program, _needed_weights(program, selection.plans))
     layout = plan_layout(program, limits, weights.nbytes, _workspaces(selection.plans))
-    graphs = {plan.bucket: lower_plan(program, plan, layout, weights) for plan in selection.plans}
+    binaries = compile_kernels(_device_kernels(selection.plans))
+    graphs = {plan.bucket: lower_plan(program, plan, layout, weights, binaries) for plan in selection.plans}
     for bucket, graph in graphs.items():
         try:
             verify_graph(graph, layout.region_sizes, layout.kv_page_bytes)
@@ -82,6 +111,7 @@ def lower_program(
     return LoweredTarget(
         target=target,
         graphs=graphs,
+        kernels={binary.name: kernel for kernel, binary in binaries.items()},
         weights=weights,
         arena_bytes=layout.arena.nbytes,
         kv_page_bytes=layout.kv_page_bytes,
@@ -105,6 +135,12 @@ def _needed_weights(program: Program, plans: Sequence[Plan]) -> set[tuple[str, s
     return needed
 
 
+def _device_kernels(plans: Sequence[Plan]) -> list[DeviceKernel]:
+    """The GPU kernels of all plans, each once, in the order of their first use."""
+    stages = (stage for plan in plans for call in plan.calls for stage in call.stages)
+    return list(dict.fromkeys(stage.kernel for stage in stages if stage.kernel is not None))
+
+
 def _weight_layout(call: KernelCall) -> str:
     layout = call.spec.weight_layout
     assert layout is not None, f"{call.spec.symbol} reads weights but declares no layout"
@@ -122,32 +158,52 @@ def _workspaces(plans: Sequence[Plan]) -> dict[str, int]:
     return most
 
 
-def lower_plan(program: Program, plan: Plan, layout: Layout, weights: WeightPlan) -> LaunchGraph:
-    """One node per call, named after its op, with exactly the edges that its memory accesses need."""
+def lower_plan(
+    program: Program, plan: Plan, layout: Layout, weights: WeightPlan, binaries: Mapping[DeviceKernel, Binary]
+) -> LaunchGraph:
+    """A node per stage of each call, named after its op, with exactly the edges that their memory accesses need."""
     tensors = weights.tensors()
-    calls = [(call, _Arguments(program, plan.bucket, layout, tensors, call).all()) for call in plan.calls]
-    edges = dependencies([args for _, args in calls])
-    return LaunchGraph(
-        tuple(Node(call.op.name, call.spec.symbol, args, before)
-              for (call, args), before in zip(calls, edges, strict=True))
-    )  # fmt: skip
+    nodes = []
+    for call in plan.calls:
+        for stage in call.stages:
+            args = _Arguments(program, plan.bucket, layout, tensors, call, stage).all()
+            name = f"{call.op.name}/{stage.name}" if stage.name else call.op.name
+            nodes.append(Node(name, stage.symbol, args, (), _launch(stage, binaries)))
+    edges = dependencies([node.args for node in nodes])
+    return LaunchGraph(tuple(replace(node, predecessors=before) for node, before in zip(nodes, edges, strict=True)))
+
+
+def _launch(stage: Stage, binaries: Mapping[DeviceKernel, Binary]) -> Launch | None:
+    if stage.kernel is None:
+        return None
+    binary = binaries[stage.kernel]
+    return Launch(
+        binary.name, stage.grid, (binary.threads, 1, 1), binary.shared_bytes, programmatic=stage.programmatic
+    )
+
+
+SCRATCH_PARAMETERS = (Int(0), Int(0))
+"""Triton's kernels end in two pointers to scratch memory, null for kernels that use none, as ours."""
 
 
 @dataclass(frozen=True)
 class _Arguments:
-    """Makes the arguments of one call by the rules of its KernelSpec."""
+    """Makes the arguments of one launch by the rules of its Stage."""
 
     program: Program
     bucket: Bucket
     layout: Layout
     weights: Mapping[tuple[str, str], PlacedTensor]
     call: KernelCall
+    stage: Stage
 
     def all(self) -> tuple[Argument, ...]:
-        return tuple(self._argument(rule) for rule in self.call.spec.arguments)
+        args = tuple(self._argument(rule) for rule in self.stage.arguments)
+        return args if self.stage.kernel is None else args + SCRATCH_PARAMETERS
 
     def _argument(self, rule: ArgumentRule) -> Argument:
         op = self.call.op
+        number_bytes = 8 if self.stage.kernel is None else 4
         match rule.kind:
             case ArgumentKind.READ:
                 return self._read(op.operand(rule.name))
@@ -155,20 +211,27 @@ class _Arguments:
                 return self.layout.pointer(op.result(rule.name), self.bucket, Access.WRITE)
             case ArgumentKind.WORKSPACE:
                 return self.layout.workspace(op, self.call.spec.workspace_bytes(self.call.sizes))
+            case ArgumentKind.SIZES:
+                return self.layout.step_sizes()
             case ArgumentKind.ROWS:
                 return _step_scalar(self.program.values[op.operand(rule.name)].shape[0])
             case ArgumentKind.STEP:
                 return _step_scalar(rule.name)
             case ArgumentKind.INT:
-                return Int(self.call.sizes[rule.name])
+                return Int(self.call.sizes[rule.name], number_bytes)
             case ArgumentKind.FLOAT:
-                return Float(op.attrs.number(rule.name))
+                return _float(op.attrs.number(rule.name), number_bytes)
 
     def _read(self, name: str) -> Pointer:
         if self.program.values[name].role is not Role.WEIGHT:
             return self.layout.pointer(name, self.bucket, Access.READ)
         tensor = self.weights[name, _weight_layout(self.call)]
         return Pointer(Region.WEIGHTS, tensor.offset, tensor.nbytes, Access.READ)
+
+
+def _float(value: float, nbytes: int) -> Float:
+    """``value``, as the nearest float32 for a parameter of 4 bytes."""
+    return Float(value) if nbytes == 8 else Float(struct.unpack("<f", struct.pack("<f", value))[0], nbytes)
 
 
 def _step_scalar(dim: Dim) -> StepScalar:

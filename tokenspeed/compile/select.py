@@ -10,17 +10,19 @@ from tokenspeed.bucket import Bucket
 from tokenspeed.compile.ops import Dim
 from tokenspeed.compile.program import Op, Program
 from tokenspeed.errors import SelectionError
-from tokenspeed.kernels.registry import Candidate, KernelSpec, Registry, Request
+from tokenspeed.kernels.registry import Candidate, KernelSpec, Registry, Request, Stage
+from tokenspeed.step import STEP_SCALARS
 from tokenspeed.target import Target
 
 
 @dataclass(frozen=True)
 class KernelCall:
-    """One op, the kernel that computes it, and the sizes that the kernel is called with in this bucket."""
+    """One op, the kernel that computes it, the sizes that it is called with in this bucket, and its launches."""
 
     op: Op
     spec: KernelSpec
     sizes: Mapping[str, int]
+    stages: tuple[Stage, ...]
 
 
 @dataclass(frozen=True)
@@ -115,14 +117,15 @@ def select(
                 op=group.kind,
                 target=target,
                 dtype=program.dtype,
-                sizes={**group.sizes, **_bucket_sizes(bucket)},
+                sizes=_sizes_in(bucket, group.sizes),
                 traits={"phase": bucket.kind},
                 features=features,
                 solution=pinned.get(group.kind),
             )
             spec, candidates = registry.select(request)
             answers.append((group, bucket, candidates))
-            calls |= {op.name: KernelCall(op, spec, request.sizes) for op in group.ops}
+            stages = spec.stages(request)
+            calls |= {op.name: KernelCall(op, spec, request.sizes, stages) for op in group.ops}
         plans.append(Plan(target, bucket, tuple(calls[op.name] for op in program.ops)))
     if "batch_invariant" in features:
         _check_bitwise_classes(plans)
@@ -171,19 +174,23 @@ def _check_bitwise_classes(plans: Sequence[Plan]) -> None:
                 )
 
 
-def _bucket_sizes(bucket: Bucket) -> dict[str, int]:
-    return {
+def _sizes_in(bucket: Bucket, sizes: Mapping[str, int]) -> dict[str, int]:
+    """``sizes`` of an op, those of the bucket, and M, the rows that the op has there."""
+    steps = {
         "num_tokens": bucket.num_tokens,
         "num_seqs": bucket.num_seqs,
         "num_logit_rows": bucket.num_logit_rows,
     }
+    rows = {"M": steps[STEP_SCALARS[sizes["rows"]]]} if "rows" in sizes else {}
+    return {**sizes, **steps, **rows}
 
 
 def op_sizes(program: Program, op: Op, deployment: Mapping[str, int]) -> dict[str, int]:
     """The fixed sizes of ``op``, by the names that KernelSpecs use: its whole-number attributes and
 
     H columns of a row (embedding, rms_norm, gather_rows), V vocabulary (sample), N and K output and input
-    features and F gated features (projections), and for attention the sizes of the deployment.
+    features and F gated features (projections), for attention the sizes of the deployment, and ``rows``: which of
+    STEP_SCALARS counts the rows of its first result.
     """
 
     def width(value: str) -> int:
@@ -192,6 +199,8 @@ def op_sizes(program: Program, op: Op, deployment: Mapping[str, int]) -> dict[st
         return dim
 
     sizes = {key: value for key, value in op.attrs.items() if isinstance(value, int)}
+    if (dim := program.values[op.outputs[0]].shape[0]) in STEP_SCALARS:
+        sizes["rows"] = STEP_SCALARS.index(str(dim))
     match op.kind:
         case "embedding" | "rms_norm" | "gather_rows":
             sizes["H"] = width(op.outputs[0])
