@@ -1,5 +1,6 @@
 """What the Triton kernels share: programmatic dependent launch, and matrix products that the interpreter gets right."""
 
+# mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
 import triton
@@ -8,6 +9,10 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 """Whether kernels run in Triton's interpreter: TRITON_INTERPRET when Triton was imported."""
+
+FEATURES = frozenset({"batch_invariant", "fixed_reduction_order", "run_invariant"})
+"""What a kernel guarantees whose row's bits depend on that row alone, whose sums are taken in one order fixed at
+build, and whose bits do not depend on timing."""
 
 
 @triton.jit
