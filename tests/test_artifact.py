@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tokenspeed.artifact import (
+    FORMAT_VERSION,
     Artifact,
     BucketEntry,
     Manifest,
@@ -46,11 +47,12 @@ def manifest() -> Manifest:
         io=io,
         state_bytes=state_bytes,
         state=state,
+        binaries=(),
         buckets=(BucketEntry(Bucket(BucketKind.DECODE, 1, 1, 1), "graphs/a.tslg"),),
         cost=StepCost(1, 2, 3),
     )
     model = ModelSection("m", "llama", 32, 1, 16, 1, 1, 16, 100, "gguf", "00")
-    return Manifest(1, "0", model, resolve(model="m", max_position_embeddings=64, default_targets=(V3,)), (section,))
+    return Manifest(FORMAT_VERSION, "0", model, resolve(model="m", max_position_embeddings=64, default_targets=(V3,)), (section,))
 
 
 @pytest.fixture
@@ -124,8 +126,8 @@ def test_no_artifact(tmp_path: Path) -> None:
     [
         (b"[]", "is not a manifest"),
         (b"{}", "is not a manifest"),
-        (b'{"format_version": 99}', "format version 99; this TokenSpeed reads version 1"),
-        (b'{"format_version": 1}', "manifest.json is malformed"),
+        (b'{"format_version": 99}', "format version 99; this TokenSpeed reads version 2"),
+        (b'{"format_version": 2}', "manifest.json is malformed"),
         (b"\xff\xfe", "is not a manifest"),
     ],
 )

@@ -79,6 +79,26 @@ def test_targets_are_sorted_and_unique() -> None:
         make(targets="cpu:pentium")
 
 
+def test_a_gpu_among_the_targets_changes_defaults() -> None:
+    cpu, both = make(targets="cpu:x86-64-v3"), make(targets="cpu:x86-64-v3,cuda:sm_90a")
+    assert (cpu.max_prefill_tokens, cpu.max_num_seqs, cpu.split_positions) == (2048, 64, 1024)
+    assert (both.max_prefill_tokens, both.max_num_seqs, both.split_positions) == (8192, 256, 256)
+    assert make(targets="hip:gfx950", max_num_seqs=8).max_num_seqs == 8
+
+
+def test_gpu_targets() -> None:
+    hopper = Target.parse("cuda:sm_90a")
+    assert hopper.is_gpu and hopper.gpu.binary_suffix == "cubin" and hopper.gpu.warp_size == 32
+    assert Target.parse("hip:gfx950").gpu.binary_suffix == "hsaco"
+    assert hopper.covers(hopper) and not hopper.covers(V3[0]) and not V3[0].covers(hopper)
+    assert not Target.parse("cuda:sm_100a").covers(hopper)
+    with pytest.raises(TargetError, match="unknown target 'cuda:sm_80'") as caught:
+        Target.parse("cuda:sm_80")
+    assert caught.value.hint == (
+        "use one of cuda:sm_90a, cuda:sm_100a, cuda:sm_103a, cuda:sm_120a or cpu:native"
+    )
+
+
 def test_target_ladder() -> None:
     haswell = frozenset(["avx2", "fma", "f16c", "bmi1", "bmi2", "movbe", "abm"])
     assert [str(t) for t in runnable_targets(haswell)] == ["cpu:x86-64-v3"]

@@ -5,6 +5,7 @@ Layout (``artifacts/README.md`` explains every part):
     manifest.json                 what is inside, for which targets, with the digest of every other file
     DIGEST                        SHA-256 of manifest.json: the artifact's identity
     graphs/<target>/<bucket>.tslg LaunchGraphs
+    kernels/<target>/             GPU code objects (.cubin, .hsaco) that the graphs launch
     weights/<layouts>.safetensors weights in the layouts that the chosen kernels read
     tokenizer/                    tokenizer.json and config.json
     selection.json                why each kernel was selected
@@ -32,8 +33,16 @@ from tokenspeed.errors import ArtifactError, EnvelopeError, ResourceError
 from tokenspeed.step import IO, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
-FORMAT_VERSION = 1
-"""History: 1 (2026-11-29) CPU targets: graphs, packed weights, tokenizer, selection, program."""
+FORMAT_VERSION = 2
+"""History: 2 (2026-11-29) GPU targets: binaries; step_sizes in region io. 1 (2026-11-29) CPU targets: graphs, packed weights, tokenizer, selection, program."""
+
+NATIVE_LIBRARY = "native"
+"""Library of the CPU kernels' symbols; its ABI number is that of the C++ module."""
+DEVICE_LIBRARY = "device"
+"""What the symbols of GPU graphs belong to: the binaries of the artifact itself."""
+DEVICE_ABI = 1
+"""What GPU kernels and runtime agree on beside their parameters: the io tensors and their meaning, the layout of KV
+pages, how step sizes reach a kernel. History: 1 (2026-11-29)."""
 
 MANIFEST = "manifest.json"
 DIGEST = "DIGEST"
@@ -63,6 +72,14 @@ class BucketEntry:
 
 
 @dataclass(frozen=True)
+class BinaryEntry:
+    """One GPU code object: the name by which graphs launch from it, and its file."""
+
+    name: str
+    file: str
+
+
+@dataclass(frozen=True)
 class StepCost:
     """What a step must do at least, for ceilings: bytes of weights read once a step, floating-point operations
     (a multiply-add is two) of the projections per token, and of the LM head per logit row."""
@@ -88,6 +105,7 @@ class TargetSection:
     io: tuple[PlacedTensor, ...]
     state_bytes: int
     state: tuple[PlacedTensor, ...]
+    binaries: tuple[BinaryEntry, ...]
     buckets: tuple[BucketEntry, ...]
     cost: StepCost
 
@@ -187,6 +205,7 @@ def _target_section(raw: dict[str, Any]) -> TargetSection:
         raw,
         io=_placed(raw["io"], raw["io_bytes"], IO),
         state=_placed(raw["state"], raw["state_bytes"], STATE),
+        binaries=tuple(_record(BinaryEntry, e) for e in raw["binaries"]),
         buckets=tuple(
             BucketEntry(_record(Bucket, e["bucket"], kind=BucketKind(e["bucket"]["kind"])), str(e["graph"]))
             for e in raw["buckets"]

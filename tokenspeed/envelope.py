@@ -28,13 +28,18 @@ KERNEL_FEATURES = ("batch_invariant", "fixed_reduction_order", "run_invariant")
 
 @dataclass(frozen=True)
 class Field:
-    """One field of the envelope: its default (None: derived), a range for integers, and what it promises."""
+    """One field of the envelope: its default (None: derived), what it promises, a range for integers, and the
+    default of an artifact with a GPU among its targets, where that differs."""
 
     name: str
     default: Any
     doc: str
     low: int | None = None
     high: int | None = None
+    gpu_default: Any = None
+
+    def default_for(self, targets: tuple[Target, ...]) -> Any:
+        return self.gpu_default if self.gpu_default and any(t.is_gpu for t in targets) else self.default
 
 
 FIELDS: tuple[Field, ...] = (
@@ -42,11 +47,11 @@ FIELDS: tuple[Field, ...] = (
     Field("dtype", "bfloat16", "dtype of weights, activations and KV pages: float32 or bfloat16"),
     Field("numerics", "auto", "auto: the fastest kernels; rl-bitwise: only those with every kernel feature"),
     Field("max_model_len", None, "longest context in tokens, prompt and output together", 1, 1 << 24),
-    Field("max_num_seqs", 64, "most sequences that run at once", 1, 4096),
-    Field("max_prefill_tokens", 2048, "most tokens in one step, prefill chunks and decodes together", 1, 65536),
+    Field("max_num_seqs", 64, "most sequences that run at once", 1, 4096, 256),
+    Field("max_prefill_tokens", 2048, "most tokens in one step, prefill chunks and decodes together", 1, 65536, 8192),
     Field("max_logit_rows", None, "most rows of logits in one step (default: max_num_seqs)", 1, 65536),
     Field("page_size", 64, "positions in one KV page; a multiple of 32", 32, 256),
-    Field("split_positions", 1024, "attention restarts its sums at every multiple of this position", 32, 1 << 24),
+    Field("split_positions", 1024, "attention restarts its sums at every multiple of this position", 32, 1 << 24, 256),
     Field("kernel_features", (), "features that every selected kernel must declare"),
     Field("targets", None, "machines that the artifact runs on"),
 )
@@ -207,6 +212,13 @@ def resolve(
     def settle(name: str, value: Any, source: str = "default") -> Any:
         return chosen.setdefault(name, Setting(_check(_BY_NAME[name], value, source), source)).value
 
+    if "targets" not in chosen:
+        settle("targets", [str(t) for t in (default_targets or (Target.native(),))])
+    targets = tuple(map(Target.parse, chosen["targets"].value))
+
+    def settle_default(name: str) -> Any:
+        return settle(name, _BY_NAME[name].default_for(targets))
+
     settle("model", model, "checkpoint")
     settle("dtype", _BY_NAME["dtype"].default)
     if settle("numerics", _BY_NAME["numerics"].default) == "rl-bitwise":
@@ -218,8 +230,8 @@ def resolve(
             f"max_model_len is {max_model_len}, but the checkpoint was made for {max_position_embeddings} positions",
             hint=f"set max_model_len to {max_position_embeddings} or less",
         )
-    max_num_seqs = settle("max_num_seqs", _BY_NAME["max_num_seqs"].default)
-    budget = settle("max_prefill_tokens", _BY_NAME["max_prefill_tokens"].default)
+    max_num_seqs = settle_default("max_num_seqs")
+    budget = settle_default("max_prefill_tokens")
     if budget < max_num_seqs:
         raise EnvelopeError(
             f"max_prefill_tokens is {budget}, but a step of max_num_seqs = {max_num_seqs} decodes needs as many tokens",
@@ -234,11 +246,9 @@ def resolve(
     page_size = settle("page_size", _BY_NAME["page_size"].default)
     if page_size % 32:
         raise EnvelopeError(f"page_size is {page_size}, but it must be a multiple of 32")
-    split = settle("split_positions", _BY_NAME["split_positions"].default)
+    split = settle_default("split_positions")
     if split % page_size:
         raise EnvelopeError(f"split_positions is {split}, but it must be a multiple of page_size = {page_size}")
-    if "targets" not in chosen:
-        settle("targets", [str(t) for t in (default_targets or (Target.native(),))])
     return Envelope(MappingProxyType({f.name: chosen[f.name] for f in FIELDS}))
 
 

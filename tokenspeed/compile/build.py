@@ -9,11 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from tokenspeed import __version__, _native
 from tokenspeed.artifact import (
+    DEVICE_ABI,
+    DEVICE_LIBRARY,
     FORMAT_VERSION,
+    NATIVE_LIBRARY,
+    BinaryEntry,
     BucketEntry,
     Manifest,
     ModelSection,
@@ -24,7 +28,7 @@ from tokenspeed.artifact import (
 )
 from tokenspeed.bucket import StepLimits
 from tokenspeed.compile.checkpoint import Checkpoint, open_checkpoint, tensor_shapes
-from tokenspeed.compile.lower import LoweredTarget, lower_program
+from tokenspeed.compile.lower import Binary, LoweredTarget, TargetPlan, lower_target, plan_target
 from tokenspeed.compile.models import build_program
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
 from tokenspeed.compile.program import Program
@@ -33,6 +37,11 @@ from tokenspeed.compile.weights import WeightPlan, write_weights
 from tokenspeed.envelope import Envelope, read_recipe, resolve
 from tokenspeed.errors import CheckpointError, UsageError
 from tokenspeed.kernels.native_specs import native_registry
+from tokenspeed.kernels.registry import DeviceKernel, Registry
+from tokenspeed.target import Target
+
+if TYPE_CHECKING:
+    from tokenspeed.compile.codegen import CompiledKernel
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,7 @@ class Progress:
     """Progress on a stream: a line per stage, and a bar (tqdm) while weights are packed; silent without a stream."""
 
     def __init__(self, stream: TextIO | None = None):
-        self._stream = stream
+        self.stream = stream
         self.seconds: dict[str, float] = {}
 
     @contextmanager
@@ -61,16 +70,16 @@ class Progress:
         started = time.perf_counter()
         yield
         self.seconds[name] = time.perf_counter() - started
-        if self._stream is not None:
-            print(f"{name:<10} {self.seconds[name]:6.2f} s", file=self._stream, flush=True)
+        if self.stream is not None:
+            print(f"{name:<10} {self.seconds[name]:6.2f} s", file=self.stream, flush=True)
 
     @contextmanager
     def bar(self, name: str, total: int) -> Iterator[Any]:
         """Yield a callback that takes (bytes done, bytes in all) and moves a bar."""
         from tqdm import tqdm
 
-        with tqdm(total=total, desc=name, unit="B", unit_scale=True, file=self._stream, leave=False,
-                  disable=self._stream is None or not self._stream.isatty()) as bar:  # fmt: skip
+        with tqdm(total=total, desc=name, unit="B", unit_scale=True, file=self.stream, leave=False,
+                  disable=self.stream is None or not self.stream.isatty()) as bar:  # fmt: skip
             yield lambda done, _: bar.update(done - bar.n)
 
 
@@ -81,6 +90,9 @@ def build(
     recipe: str | Path | None = None,
     solutions: Mapping[str, str] | None = None,
     force: bool = False,
+    dummy_weights: int | None = None,
+    workers: int | None = None,
+    cache: Path | None = None,
     progress: Progress | None = None,
     **flags: Any,
 ) -> BuildResult:
@@ -92,6 +104,9 @@ def build(
         recipe: a TOML file with an [envelope] table.
         solutions: kind of op -> the only solution allowed for it.
         force: replace what is at ``output``, once the new artifact is whole.
+        dummy_weights: seed of random weights; ``checkpoint`` is then a directory with a config.json alone.
+        workers: processes that compile GPU kernels (default: one per core).
+        cache: folder that keeps compiled GPU kernels, or None to compile every one.
         flags: envelope fields (see ``tokenspeed.envelope.FIELDS``), e.g. dtype="float32", targets="cpu:x86-64-v3".
 
     Raises:
@@ -109,21 +124,14 @@ def build(
         )
         verify(program)
         fused = run_passes(program, CPU_PASSES)
+    with progress.stage("select"):
+        plans = [_plan(fused, target, envelope, solutions) for target in envelope.targets]
+    compiled: Mapping[tuple[DeviceKernel, Target], CompiledKernel] = {}
+    if any(plan.kernels for plan in plans):
+        with progress.stage("compile"):
+            compiled = _compile(plans, progress, workers=workers, cache=cache)
     with progress.stage("lower"):
-        limits = StepLimits(envelope.max_prefill_tokens, envelope.max_num_seqs, envelope.max_logit_rows)
-        registry = native_registry()
-        lowered = [
-            lower_program(
-                fused,
-                target,
-                limits,
-                registry,
-                split_positions=envelope.split_positions,
-                features=envelope.required_features,
-                pinned=solutions,
-            )
-            for target in envelope.targets
-        ]
+        lowered = [lower_target(plan, _binaries(plan, compiled)) for plan in plans]
     path = Path(output) if output is not None else default_output(envelope.model)
     archive = path.suffix == ".tar"
     with publishing(path, force=force, archive=archive) as folder:
@@ -131,7 +139,7 @@ def build(
         with progress.stage("weights"):
             _write_weights(folder, files, fused, source, progress)
         with progress.stage("graphs"):
-            sections = tuple(_write_target(folder, target, files, _cost(fused, target)) for target in lowered)
+            sections = tuple(_write_target(folder, t, files, _cost(fused, t), compiled) for t in lowered)
             _write_tokenizer(folder, tokenizer)
             _write_json(folder / "selection.json", {"targets": [t.selection.to_json() for t in lowered]})
             (folder / "program.json").write_text(fused.to_json())
@@ -140,6 +148,53 @@ def build(
             digest = seal(folder, Manifest(FORMAT_VERSION, __version__, model, envelope, sections))
             nbytes = sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
     return BuildResult(path, digest, nbytes, progress.seconds)
+
+
+def _plan(
+    program: Program, target: Target, envelope: Envelope, solutions: Mapping[str, str] | None
+) -> TargetPlan:  # fmt: skip
+    return plan_target(
+        program,
+        target,
+        StepLimits(envelope.max_prefill_tokens, envelope.max_num_seqs, envelope.max_logit_rows),
+        _registry(target),
+        split_positions=envelope.split_positions,
+        features=envelope.required_features,
+        pinned=solutions,
+    )
+
+
+def _registry(target: Target) -> Registry:
+    """The kernels that a target chooses from."""
+    if not target.is_gpu:
+        return native_registry()
+    try:
+        from tokenspeed.kernels.triton_specs import triton_registry  # a CPU build does without Triton
+    except ModuleNotFoundError as e:
+        if e.name != "triton":
+            raise
+        raise UsageError(
+            f"target {target} needs Triton to compile its kernels, and it is not installed",
+            hint="install it with `pip install 'tokenspeed[build]'` (Linux, x86-64)",
+        ) from None
+    return triton_registry()
+
+
+def _compile(
+    plans: Sequence[TargetPlan], progress: Progress, *, workers: int | None, cache: Path | None
+) -> Mapping[tuple[DeviceKernel, Target], CompiledKernel]:
+    """Every GPU kernel of all plans, compiled side by side."""
+    from tokenspeed.compile.codegen import compile_kernels
+
+    jobs = [(kernel, plan.selection.target) for plan in plans for kernel in plan.kernels]
+    return compile_kernels(jobs, workers=workers, cache=cache, progress=progress.stream)
+
+
+def _binaries(
+    plan: TargetPlan, compiled: Mapping[tuple[DeviceKernel, Target], CompiledKernel]
+) -> dict[DeviceKernel, Binary]:  # fmt: skip
+    found = {kernel: compiled[kernel, plan.selection.target] for kernel in plan.kernels}
+    return {kernel: Binary(code.name, code.threads, code.shared_bytes) for kernel, code in found.items()}
 
 
 def default_output(model: str) -> Path:
@@ -213,9 +268,13 @@ def _write_weights(
 
 
 def _write_target(
-    folder: Path, target: LoweredTarget, files: Mapping[WeightPlan, str], cost: StepCost
+    folder: Path,
+    target: LoweredTarget,
+    files: Mapping[WeightPlan, str],
+    cost: StepCost,
+    compiled: Mapping[tuple[DeviceKernel, Target], CompiledKernel],
 ) -> TargetSection:
-    """Write the LaunchGraphs of one target; returns what the manifest says of it."""
+    """Write the LaunchGraphs and the GPU binaries of one target; returns what the manifest says of it."""
     graphs = folder / "graphs" / target.target.path_name
     graphs.mkdir(parents=True)
     entries = []
@@ -225,8 +284,8 @@ def _write_target(
         entries.append(BucketEntry(bucket, path.relative_to(folder).as_posix()))
     return TargetSection(
         target=str(target.target),
-        kernel_library="native",
-        kernel_abi=_native.KERNEL_ABI,
+        kernel_library=DEVICE_LIBRARY if target.target.is_gpu else NATIVE_LIBRARY,
+        kernel_abi=DEVICE_ABI if target.target.is_gpu else _native.KERNEL_ABI,
         weights=files[target.weights],
         weights_offset=target.weights.data_offset,
         weights_bytes=target.weights.nbytes,
@@ -236,9 +295,25 @@ def _write_target(
         io=target.io,
         state_bytes=target.state_bytes,
         state=target.state,
+        binaries=_write_binaries(folder, target, compiled),
         buckets=tuple(entries),
         cost=cost,
     )
+
+
+def _write_binaries(
+    folder: Path, target: LoweredTarget, compiled: Mapping[tuple[DeviceKernel, Target], CompiledKernel]
+) -> tuple[BinaryEntry, ...]:
+    if not target.kernels:
+        return ()
+    kernels = folder / "kernels" / target.target.path_name
+    kernels.mkdir(parents=True)
+    entries = []
+    for name, kernel in sorted(target.kernels.items()):
+        path = kernels / f"{name}.{target.target.gpu.binary_suffix}"
+        path.write_bytes(compiled[kernel, target.target].binary)
+        entries.append(BinaryEntry(name, path.relative_to(folder).as_posix()))
+    return tuple(entries)
 
 
 def _cost(program: Program, target: LoweredTarget) -> StepCost:

@@ -6,7 +6,6 @@ import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
 
 from tokenspeed.bucket import Bucket, StepLimits
 from tokenspeed.compile.buckets import ladder, prove_coverage
@@ -33,16 +32,6 @@ class Binary:
     shared_bytes: int
 
 
-Binaries: TypeAlias = Callable[[Sequence[DeviceKernel]], Mapping[DeviceKernel, Binary]]
-"""Compiles GPU kernels for the target that is being lowered."""
-
-
-def no_binaries(kernels: Sequence[DeviceKernel]) -> Mapping[DeviceKernel, Binary]:
-    """Of a CPU target, whose kernels are in the native library."""
-    assert not kernels, kernels
-    return {}
-
-
 @dataclass(frozen=True)
 class LoweredTarget:
     """All that an artifact holds for one target, but for the bytes of the weights and of the kernels.
@@ -64,7 +53,23 @@ class LoweredTarget:
     layout: Layout
 
 
-def lower_program(
+@dataclass(frozen=True)
+class TargetPlan:
+    """What is decided of one target before any GPU kernel is compiled: kernels, weights, memory."""
+
+    program: Program
+    selection: Selection
+    weights: WeightPlan
+    layout: Layout
+
+    @property
+    def kernels(self) -> tuple[DeviceKernel, ...]:
+        """The GPU kernels of all buckets, each once, in the order of their first use."""
+        stages = (stage for plan in self.selection.plans for call in plan.calls for stage in call.stages)
+        return tuple(dict.fromkeys(stage.kernel for stage in stages if stage.kernel is not None))
+
+
+def plan_target(
     program: Program,
     target: Target,
     limits: StepLimits,
@@ -74,9 +79,8 @@ def lower_program(
     features: frozenset[str] = frozenset(),
     pinned: Mapping[str, str] | None = None,
     buckets: Sequence[Bucket] | None = None,
-    compile_kernels: Binaries = no_binaries,
-) -> LoweredTarget:
-    """Lower a fully fused ``program`` for ``target``.
+) -> TargetPlan:
+    """Choose kernels and lay out memory for a fully fused ``program`` on ``target``.
 
     Args:
         limits: the largest step; the buckets are proven to cover every step within it.
@@ -84,11 +88,10 @@ def lower_program(
         features: what every selected kernel must guarantee.
         pinned: kind of op -> the only solution allowed for it.
         buckets: the ladder to use instead of the default one.
-        compile_kernels: compiles the GPU kernels that were selected.
 
     Raises:
         SelectionError: an op has no kernel.
-        ProgramError: the buckets leave a step uncovered, or a graph fails its verification.
+        ProgramError: the buckets leave a step uncovered.
     """
     rungs = tuple(ladder(limits) if buckets is None else buckets)
     prove_coverage(rungs, limits)
@@ -101,8 +104,17 @@ def lower_program(
     selection = select(program, target, rungs, registry, deployment, features=features, pinned=pinned)
     weights = plan_weights(program, _needed_weights(program, selection.plans))
     layout = plan_layout(program, limits, weights.nbytes, _workspaces(selection.plans))
-    binaries = compile_kernels(_device_kernels(selection.plans))
-    graphs = {plan.bucket: lower_plan(program, plan, layout, weights, binaries) for plan in selection.plans}
+    return TargetPlan(program, selection, weights, layout)
+
+
+def lower_target(plan: TargetPlan, binaries: Mapping[DeviceKernel, Binary] | None = None) -> LoweredTarget:
+    """Write the LaunchGraphs of a planned target. ``binaries`` has every one of ``plan.kernels``.
+
+    Raises ProgramError when a graph fails its verification.
+    """
+    binaries, layout = binaries or {}, plan.layout
+    target = plan.selection.target
+    graphs = {p.bucket: lower_plan(plan.program, p, layout, plan.weights, binaries) for p in plan.selection.plans}
     for bucket, graph in graphs.items():
         try:
             verify_graph(graph, layout.region_sizes, layout.kv_page_bytes)
@@ -111,17 +123,35 @@ def lower_program(
     return LoweredTarget(
         target=target,
         graphs=graphs,
-        kernels={binary.name: kernel for kernel, binary in binaries.items()},
-        weights=weights,
+        kernels={binaries[kernel].name: kernel for kernel in plan.kernels},
+        weights=plan.weights,
         arena_bytes=layout.arena.nbytes,
         kv_page_bytes=layout.kv_page_bytes,
         io=layout.io,
         io_bytes=layout.io_bytes,
         state=layout.state,
         state_bytes=layout.state_bytes,
-        selection=selection,
+        selection=plan.selection,
         layout=layout,
     )
+
+
+def lower_program(
+    program: Program,
+    target: Target,
+    limits: StepLimits,
+    registry: Registry,
+    *,
+    split_positions: int,
+    features: frozenset[str] = frozenset(),
+    pinned: Mapping[str, str] | None = None,
+    buckets: Sequence[Bucket] | None = None,
+    compile_kernels: Callable[[Sequence[DeviceKernel]], Mapping[DeviceKernel, Binary]] | None = None,
+) -> LoweredTarget:
+    """``plan_target``, whose arguments these are, and ``lower_target`` with what ``compile_kernels`` makes."""
+    plan = plan_target(program, target, limits, registry, split_positions=split_positions, features=features,
+                       pinned=pinned, buckets=buckets)  # fmt: skip
+    return lower_target(plan, compile_kernels(plan.kernels) if compile_kernels and plan.kernels else None)
 
 
 def _needed_weights(program: Program, plans: Sequence[Plan]) -> set[tuple[str, str]]:
@@ -133,12 +163,6 @@ def _needed_weights(program: Program, plans: Sequence[Plan]) -> set[tuple[str, s
                 if program.values[name].role is Role.WEIGHT:
                     needed.add((name, _weight_layout(call)))
     return needed
-
-
-def _device_kernels(plans: Sequence[Plan]) -> list[DeviceKernel]:
-    """The GPU kernels of all plans, each once, in the order of their first use."""
-    stages = (stage for plan in plans for call in plan.calls for stage in call.stages)
-    return list(dict.fromkeys(stage.kernel for stage in stages if stage.kernel is not None))
 
 
 def _weight_layout(call: KernelCall) -> str:
