@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from tokenspeed.cli.options import Subparsers, add_command, add_json, print_json, require_builder
+from tokenspeed.errors import UsageError
 
 _FLAGS = ("model", "dtype", "numerics", "max_model_len", "max_num_seqs", "max_prefill_tokens", "max_logit_rows",
           "page_size", "split_positions")  # fmt: skip
@@ -26,7 +27,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "  tokenspeed build ./Llama-3.2-1B -o artifacts/llama --dtype bf16 --max-model-len 8192 \\\n"
         "      --target cpu:x86-64-v4+amx,cpu:x86-64-v3\n"
         "  tokenspeed build ./Llama-3.2-1B -o rl.tar --numerics rl-bitwise --print-envelope\n"
-        "  tokenspeed build ./Llama-3.2-1B -o artifacts/llama --recipe my-recipe.toml",
+        "  tokenspeed build ./Llama-3.2-1B -o artifacts/llama --recipe my-recipe.toml\n"
+        "  tokenspeed build ./Llama-3.1-8B -o artifacts/llama --target cuda:sm_90a,cuda:sm_100a,hip:gfx950\n"
+        "  tokenspeed build artifacts/recipes/shapes/llama-3.1-8b -o artifacts/shape --dummy-weights 0",
     )
     parser.add_argument("checkpoint", metavar="CHECKPOINT", help="Hugging Face directory or GGUF file")
     parser.add_argument("-o", "--output", metavar="PATH", help="where the artifact goes; .tar makes it one file"
@@ -37,20 +40,26 @@ def add_parser(subparsers: Subparsers) -> None:
                         help="print the resolved envelope, who set each field, and stop")  # fmt: skip
     parser.add_argument("--solution", action="append", default=[], metavar="OP=SOLUTION",
                         help="pin the solution of an op, e.g. linear=native; fails if it has no kernel")  # fmt: skip
+    parser.add_argument("--dummy-weights", type=int, metavar="SEED",
+                        help="random weights for a directory with a config.json alone: to measure a shape")  # fmt: skip
     add_json(parser)
+    group = parser.add_argument_group("compiling for GPUs (no GPU is needed)")
+    group.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: one per core)")
+    group.add_argument("--no-cache", action="store_true",
+                       help="compile every kernel, also those that ~/.cache/tokenspeed holds")  # fmt: skip
     group = parser.add_argument_group("envelope")
     group.add_argument("--target", dest="targets", metavar="TARGETS", help="comma-separated, e.g. cpu:x86-64-v4+bf16,"
-                       "cpu:x86-64-v3 (default: cpu:native, this machine's best)")  # fmt: skip
+                       "cpu:x86-64-v3 or cuda:sm_90a,hip:gfx950 (default: cpu:native, the best here)")  # fmt: skip
     group.add_argument("--dtype", help="float32 or bfloat16 (default: bfloat16)")
     group.add_argument("--numerics", help="auto, or rl-bitwise: only kernels whose rows never depend on the batch")
     group.add_argument("--model-name", dest="model", metavar="NAME", help="name that the server answers to")
     for name, doc in (
         ("max-model-len", "longest context in tokens (default: the checkpoint's)"),
-        ("max-num-seqs", "most sequences that run at once (default: 64)"),
-        ("max-prefill-tokens", "most tokens in one step (default: 2048)"),
+        ("max-num-seqs", "most sequences that run at once (default: 64; 256 with a GPU target)"),
+        ("max-prefill-tokens", "most tokens in one step (default: 2048; 8192 with a GPU target)"),
         ("max-logit-rows", "most rows of logits in one step (default: max-num-seqs)"),
         ("page-size", "positions in a KV page (default: 64)"),
-        ("split-positions", "attention restarts its sums at multiples of this (default: 1024)"),
+        ("split-positions", "attention restarts its sums at multiples of this (default: 1024; 256 with a GPU)"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=doc)
     parser.set_defaults(run=run)
@@ -63,9 +72,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     builder = require_builder("tokenspeed.compile.build")
+    if args.jobs is not None and not 1 <= args.jobs <= 1024:
+        raise UsageError(f"--jobs is {args.jobs}; it must lie between 1 and 1024")
     flags = {name: getattr(args, name) for name in (*_FLAGS, "targets")}
     if args.print_envelope:
-        envelope = builder.resolve_envelope(args.checkpoint, flags=flags, recipe=args.recipe)
+        envelope = builder.resolve_envelope(
+            args.checkpoint, flags=flags, recipe=args.recipe, dummy_weights=args.dummy_weights
+        )
         if args.json:
             print_json(envelope.to_json())
         else:
@@ -77,6 +90,9 @@ def _run(args: argparse.Namespace) -> int:
         recipe=args.recipe,
         solutions=builder.parse_solutions(args.solution),
         force=args.force,
+        dummy_weights=args.dummy_weights,
+        workers=args.jobs,
+        cache=None if args.no_cache else builder.default_cache(),
         progress=builder.Progress(sys.stderr),
         **flags,
     )

@@ -28,6 +28,8 @@ from tokenspeed.artifact import (
 )
 from tokenspeed.bucket import StepLimits
 from tokenspeed.compile.checkpoint import Checkpoint, open_checkpoint, tensor_shapes
+from tokenspeed.compile.code_cache import default_cache as default_cache
+from tokenspeed.compile.dummy_weights import DummyCheckpoint
 from tokenspeed.compile.lower import Binary, LoweredTarget, TargetPlan, lower_target, plan_target
 from tokenspeed.compile.models import build_program
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
@@ -114,7 +116,7 @@ def build(
     """
     progress = progress or Progress()
     with progress.stage("checkpoint"):
-        source = open_checkpoint(checkpoint)
+        source = _open(checkpoint, dummy_weights)
         envelope = _envelope(source, flags, recipe)
         tokenizer = asdict(source.tokenizer())
         _check_texts(tokenizer)
@@ -205,9 +207,19 @@ def default_output(model: str) -> Path:
     return Path("artifacts", *parts)
 
 
-def resolve_envelope(checkpoint: str | Path, *, flags: Mapping[str, Any], recipe: str | Path | None = None) -> Envelope:
+def resolve_envelope(
+    checkpoint: str | Path,
+    *,
+    flags: Mapping[str, Any],
+    recipe: str | Path | None = None,
+    dummy_weights: int | None = None,
+) -> Envelope:
     """The envelope that ``build`` would use."""
-    return _envelope(open_checkpoint(checkpoint), flags, recipe)
+    return _envelope(_open(checkpoint, dummy_weights), flags, recipe)
+
+
+def _open(checkpoint: str | Path, dummy_weights: int | None) -> Checkpoint:
+    return open_checkpoint(checkpoint) if dummy_weights is None else DummyCheckpoint(checkpoint, dummy_weights)
 
 
 def export_onnx(
