@@ -24,6 +24,7 @@ from triton.runtime import interpreter as stock
 from triton.runtime.jit import JITFunction
 
 from tokenspeed.compile.interpret_graph import Memory
+from tokenspeed.compile.lower import SCRATCH_PARAMETERS
 from tokenspeed.errors import ProgramError
 from tokenspeed.graph import Access, Argument, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.kernels.registry import DeviceKernel
@@ -87,12 +88,11 @@ def _node_launch(node: Node, kernels: Mapping[str, DeviceKernel], memory: Memory
     kernel = None if node.launch is None else kernels.get(node.launch.binary)
     if node.launch is None or kernel is None or kernel.function != node.symbol:
         raise ProgramError(f"node {node.name!r} ({node.symbol}): need a binary of this kernel, have {node.launch}")
-    if len(node.args) != len(kernel.signature):
-        raise ProgramError(
-            f"node {node.name!r}: need {len(kernel.signature)} arguments for {kernel}, have {len(node.args)}"
-        )
+    args, need = node.args[: len(kernel.signature)], len(kernel.signature) + len(SCRATCH_PARAMETERS)
+    if len(node.args) != need or node.args[len(args) :] != SCRATCH_PARAMETERS:
+        raise ProgramError(f"node {node.name!r}: need {need} arguments for {kernel}, the last ones null, have {node}")
     arguments, windows = {}, []
-    for (name, kind), arg in zip(kernel.signature, node.args, strict=True):
+    for (name, kind), arg in zip(kernel.signature, args, strict=True):
         if isinstance(arg, StepScalar) or isinstance(arg, Pointer) != kind.startswith("*"):
             raise ProgramError(f"node {node.name!r} argument {name}: need {kind}, have {arg}")
         arguments[name] = (kind, _value(arg, memory))

@@ -8,14 +8,18 @@ Layouts (a KernelSpec names one):
 
 The file is a safetensors file (https://github.com/huggingface/safetensors, "Format") whose tensors start at
 multiples of 64 bytes of a data section that itself starts at one, so that it can be read straight into place.
-Packing streams: at any time it holds at most the tensors that one fused panel is made of.
+Packing streams: at any time it holds the tensors that one or two weights are made of, and some megabytes per thread.
 """
 
 from __future__ import annotations
 
 import json
+import os
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from typing import Any, BinaryIO, Protocol, TypeAlias
 
@@ -27,7 +31,7 @@ from tokenspeed.compile.derive import interleave, rope_table
 from tokenspeed.compile.ops import PANEL, round_up
 from tokenspeed.compile.program import Program, Value
 from tokenspeed.errors import CheckpointError, ProgramError
-from tokenspeed.step import PlacedTensor, align
+from tokenspeed.step import ALIGNMENT, PlacedTensor, align
 
 Array: TypeAlias = npt.NDArray[Any]
 Progress: TypeAlias = Callable[[int, int], None]
@@ -151,35 +155,73 @@ def write_weights(
 ) -> None:
     """Write the file of ``plan`` to ``out``, strictly forwards (so ``out`` may hash what passes).
 
+    Blocks are packed by all processors that this process may use, ahead of the one that is written.
+
     Raises CheckpointError for a tensor of another shape than the Program says; OSError of ``out`` passes through.
     """
     out.write(plan.header)
     done = 0
-    for weight in plan.weights:
-        start = weight.tensor.offset
-        out.write(bytes(start - done))
-        done = start
-        for block in packed_blocks(program, program.values[weight.value], weight.layout, source):
-            out.write(block.data)
-            done += block.nbytes
+    threads = len(os.sched_getaffinity(0))
+    with ThreadPoolExecutor(threads) as pool:
+        for start, block in _ahead(pool, _placed_blocks(plan, program, source), 2 * threads):
+            if start is not None:
+                assert 0 <= start - done < ALIGNMENT, f"packed {done} bytes of a weight that ends near {start}"
+                out.write(bytes(start - done))
+                done = start
+            packed = block.result()
+            out.write(packed.data)
+            done += packed.nbytes
             if progress is not None:
                 progress(done, plan.nbytes)
-        if done != start + weight.tensor.nbytes:
-            raise AssertionError(f"{weight.tensor.name}: packed {done - start} of {weight.tensor.nbytes} bytes")
+    assert 0 <= plan.nbytes - done < ALIGNMENT, f"packed {done} bytes of {plan.nbytes}"
     out.write(bytes(plan.nbytes - done))
     if progress is not None:
         progress(plan.nbytes, plan.nbytes)
 
 
-def packed_blocks(program: Program, value: Value, layout: str, source: TensorSource) -> Iterator[Array]:
-    """The packed bytes of ``value``, in order, as C-contiguous uint8 arrays of some megabytes."""
+def _placed_blocks(
+    plan: WeightPlan, program: Program, source: TensorSource
+) -> Iterator[tuple[int | None, Callable[[], Array]]]:
+    """What makes each block of the data section, in order; with the first of a weight, where that starts."""
+    for weight in plan.weights:
+        start: int | None = weight.tensor.offset
+        for block in packed_blocks(program, program.values[weight.value], weight.layout, source):
+            yield start, block
+            start = None
+
+
+def _ahead(
+    pool: ThreadPoolExecutor, tasks: Iterable[tuple[int | None, Callable[[], Array]]], depth: int
+) -> Iterator[tuple[int | None, Future[Array]]]:
+    """The tasks in order, running; at most ``depth`` of them started beyond the one that is asked for."""
+    running: deque[tuple[int | None, Future[Array]]] = deque()
+    for start, task in tasks:
+        running.append((start, pool.submit(task)))
+        if len(running) > depth:
+            yield running.popleft()
+    yield from running
+
+
+def packed_blocks(program: Program, value: Value, layout: str, source: TensorSource) -> Iterator[Callable[[], Array]]:
+    """What makes the packed bytes of ``value``, in order, as C-contiguous uint8 arrays of some megabytes.
+
+    The results may be made in any thread and order; their tensors are read here.
+    """
     blocks = _row_blocks(program, value, source)
     if layout == "rows":
-        for block in blocks:
-            yield _bytes(_finite(value, _cast(block, value.dtype)))
+        for make in blocks:
+            yield partial(_packed_rows, value, make)
         return
-    for block in _whole_panels(blocks):
-        yield _bytes(pack_panel16(_finite(value, _cast(block, value.dtype))))
+    for rows in _whole_panels(make() for make in blocks):
+        yield partial(_packed_panels, value, rows)
+
+
+def _packed_rows(value: Value, make: Callable[[], Array]) -> Array:
+    return _bytes(_finite(value, _cast(make(), value.dtype)))
+
+
+def _packed_panels(value: Value, rows: Array) -> Array:
+    return _bytes(pack_panel16(_finite(value, _cast(rows, value.dtype))))
 
 
 def pack_panel16(matrix: Array) -> Array:
@@ -241,11 +283,12 @@ def _whole_panels(blocks: Iterable[Array]) -> Iterator[Array]:
         yield rest
 
 
-def _row_blocks(program: Program, value: Value, source: TensorSource) -> Iterator[Array]:
-    """The rows of a weight in its logical shape, in blocks, whatever it is made from."""
+def _row_blocks(program: Program, value: Value, source: TensorSource) -> Iterator[Callable[[], Array]]:
+    """What makes the rows of a weight in its logical shape, in blocks, whatever it is made from."""
     made = value.source
     if made is None:
-        yield from _cut(_read(source, value))
+        for block in _cut(_read(source, value)):
+            yield partial(np.asarray, block)
         return
     parts = [program.values[name] for name in made.inputs]
     match made.how:
@@ -255,11 +298,11 @@ def _row_blocks(program: Program, value: Value, source: TensorSource) -> Iterato
         case "interleave16":
             gate, up = (_whole(program, part, source) for part in parts)
             for g, u in zip(_cut(gate), _cut(up), strict=True):
-                yield interleave(g, u)
+                yield partial(interleave, g, u)
         case "rope_table":
             rows = value.shape[0]
             assert isinstance(rows, int), value
-            yield rope_table(made, rows)
+            yield partial(rope_table, made, rows)
         case _:
             raise ProgramError(f"weight {value.name!r}: need a source that can be packed, have {made.how!r}")
 
@@ -267,7 +310,7 @@ def _row_blocks(program: Program, value: Value, source: TensorSource) -> Iterato
 def _whole(program: Program, value: Value, source: TensorSource) -> Array:
     if value.source is None:
         return _read(source, value)
-    return np.concatenate(list(_row_blocks(program, value, source)))
+    return np.concatenate([make() for make in _row_blocks(program, value, source)])
 
 
 def _read(source: TensorSource, value: Value) -> Array:
