@@ -1,0 +1,99 @@
+"""Decode steps made of projections and norm-sized kernels, as one CUDA graph (bench_linear.py --step)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import triton
+import triton.language as tl
+from linear_models import MODELS, Shape
+
+from tokenspeed.kernels.triton.common import pdl_wait
+from tokenspeed.kernels.triton.linear_config import Config
+
+if TYPE_CHECKING:
+    from bench_linear import Bench
+
+SMALL_BLOCK = 1024
+
+
+@triton.jit
+def small_kernel(residual, out, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Two passes over a row, as a norm makes them: what stands between two projections of a step."""
+    pdl_wait(PDL)
+    row = tl.program_id(0)
+    total = tl.zeros((BLOCK,), tl.float32)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(residual + row * H + at, mask=at < H, other=0.0)
+        total += value * value
+    scale = tl.rsqrt(tl.sum(total) / H + 1e-5)
+    for start in range(0, H, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(residual + row * H + at, mask=at < H, other=0.0) * scale
+        tl.store(out + row * H + at, value.to(tl.bfloat16), mask=at < H)
+
+
+def _small(hidden: int) -> Any:
+    from bench_linear import compile_source
+
+    types = {"residual": "*fp32", "out": "*bf16"}
+    return compile_source(small_kernel, types, {"H": hidden, "BLOCK": SMALL_BLOCK, "PDL": True}, 4, 2)
+
+
+Plan = tuple[str, int, int, Mapping[Shape, Config]]
+"""model, rows, prefetch, choices."""
+
+
+def run(bench: Bench, plans: Sequence[Plan], read_gb_per_s: float, end: float) -> list[dict[str, Any]]:
+    """Time every plan until ``end``; prints a line per plan."""
+    results = []
+    print(f"{'model':>8} {'M':>5} {'prefetch':>8} {'step us':>9} {'floor us':>9} {'ratio':>6}")
+    for name in dict.fromkeys(plan[0] for plan in plans):
+        model = MODELS[name]
+        mine = [plan for plan in plans if plan[0] == name]
+        rows = max(m for _, m, _, _ in mine)
+        at = {s: bench.buffers(s, rows, 1 if s is model.shapes[-1] else model.num_layers) for s in model.shapes}
+        small = _small(model.shapes[0].k)
+        for _, m, prefetch, configs in mine:
+            if time.perf_counter() > end:
+                print(f"{name:>8} {m:>5} {prefetch:>8} skipped: over budget")
+                continue
+            us = _time_step(bench, m, configs, at, small)
+            floor = model.weight_bytes / read_gb_per_s / 1e3
+            print(f"{name:>8} {m:>5} {prefetch:>8} {us:9.1f} {floor:9.1f} {us / floor:6.3f}", flush=True)
+            results.append({"model": name, "M": m, "prefetch": prefetch, "us": us, "floor_us": floor})
+        del at
+        bench.torch.cuda.empty_cache()
+    return results
+
+
+def _time_step(bench: Bench, m: int, configs: Mapping[Shape, Config], at: Mapping[Shape, Any], small: Any) -> float:
+    qkv, o, gate_up, down, head = configs
+    hidden = qkv.k
+
+    def norm(target: Shape) -> None:
+        small[(m, 1, 1)](at[o].out, at[target].x, hidden, SMALL_BLOCK, True)
+
+    def project(shape: Shape, layer: int) -> None:
+        bench.launch(shape, configs[shape], at[shape], m, layer)
+
+    def body() -> None:
+        for layer in range(len(at[qkv].weights)):
+            norm(qkv)
+            project(qkv, layer)
+            norm(o)
+            norm(o)
+            project(o, layer)
+            norm(gate_up)
+            project(gate_up, layer)
+            project(down, layer)
+        norm(head)
+        project(head, 0)
+
+    for shape in configs:
+        at[shape].step_sizes.fill_(m)
+    body()
+    return bench.time(bench.capture(body))

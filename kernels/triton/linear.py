@@ -1,0 +1,163 @@
+"""Projections on the matrix unit: ``x W^T`` with float32 sums, alone, added to the residual, or gated.
+
+One tile of the result is one program: it walks K from 0 to the end in steps of BLOCK_K and never shares a sum with
+another program, so the order in which a row's products are added is fixed by K alone. On Hopper every tile shape,
+with either operand order, gives the same bits (measured by benchmarks/gpu/bench_linear.py, which asserts it).
+
+Two operand orders. Many rows: ``acc[rows, features] = x tile @ (W tile)^T``. Few rows (SWAPPED): ``acc[features,
+rows] = W tile @ (x tile)^T``: the matrix unit works on 16 or 64 rows of its first operand at a time, so the weights
+take that side and a step of 1 to 16 rows pads the cheap side only.
+"""
+
+# mypy: allow-untyped-defs, allow-untyped-calls
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from tokenspeed.kernels.triton.common import dot, pdl_wait
+
+
+@triton.jit
+def _prefetch_rows(weight, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
+                   BYTES: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """Ask L2 for the first ``BYTES`` of ``BLOCK_N`` rows of W from row ``first`` on: one bulk prefetch per thread.
+
+    Called before pdl_wait: memory is idle while the kernel before this one ends, and weights depend on nothing.
+    """
+    parts: tl.constexpr = LANES // BLOCK_N if LANES > BLOCK_N else 1
+    span: tl.constexpr = BYTES // parts // 16 * 16
+    lane = tl.arange(0, BLOCK_N * parts)
+    row = tl.minimum(first + lane % BLOCK_N, N - 1)
+    start = (weight + row.to(tl.int64) * K).to(tl.pointer_type(tl.uint8), bitcast=True) + (lane // BLOCK_N) * span
+    size = tl.full((BLOCK_N * parts,), span, tl.int32)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [start, size],
+        dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _place(N: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """The tile of this program: (row tile, feature tile).
+
+    GROUP_M row tiles take one feature tile in turn before the next feature tile, so that programs that run
+    together share rows of x and rows of W in L2. The grid covers the bucket; how many row tiles it has follows.
+    """
+    tiles_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
+    program = tl.program_id(0)
+    tiles_m = tl.num_programs(0) // tiles_n
+    group = program // (GROUP_M * tiles_n)
+    group_rows = tl.minimum(tiles_m - group * GROUP_M, GROUP_M)
+    inside = program % (GROUP_M * tiles_n)
+    return group * GROUP_M + inside % group_rows, inside // group_rows
+
+
+@triton.jit
+def _load_tile(base, rows, limit, k, FULL: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr):
+    """``[len(rows), BLOCK_K]`` of a row-major ``[limit, K]`` matrix from column ``k``; 0 outside of it.
+
+    FULL: no row is outside, so only columns are masked, and those only where BLOCK_K does not divide K.
+    """
+    columns = k + tl.arange(0, BLOCK_K)
+    pointers = base + rows.to(tl.int64)[:, None] * K + columns[None, :]
+    if FULL and K % BLOCK_K == 0:
+        return tl.load(pointers)
+    elif FULL:
+        return tl.load(pointers, mask=(columns < K)[None, :], other=0.0)
+    elif K % BLOCK_K == 0:
+        return tl.load(pointers, mask=(rows < limit)[:, None], other=0.0)
+    else:
+        return tl.load(pointers, mask=(rows < limit)[:, None] & (columns < K)[None, :], other=0.0)
+
+
+@triton.jit
+def _product(x, weight, rows, num_rows, features, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
+             BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """``x[rows] @ W[features]^T`` in float32, [BLOCK_M, BLOCK_N]."""
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for k in tl.range(0, K, BLOCK_K):
+        a = _load_tile(x, rows, num_rows, k, False, K, BLOCK_K)
+        b = _load_tile(weight, features, N, k, N % BLOCK_N == 0, K, BLOCK_K)
+        acc = dot(a, tl.trans(b), acc)
+    return acc
+
+
+@triton.jit
+def _product_swapped(x, weight, rows, num_rows, features, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
+                     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr):  # fmt: skip
+    """The same [BLOCK_M, BLOCK_N], computed as its transpose: ``W[features] @ x[rows]^T``."""
+    acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
+    for k in tl.range(0, K, BLOCK_K):
+        a = _load_tile(weight, features, N, k, N % BLOCK_N == 0, K, BLOCK_K)
+        b = _load_tile(x, rows, num_rows, k, False, K, BLOCK_K)
+        acc = dot(a, tl.trans(b), acc)
+    return tl.trans(acc)
+
+
+@triton.jit
+def _silu_mul(acc, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """``silu(gate) * up`` [BLOCK_M, BLOCK_N / 2] of columns that come in groups of 32: 16 gates, then their 16 ups."""
+    pairs = tl.permute(tl.reshape(acc, (BLOCK_M, BLOCK_N // 32, 2, 16)), (0, 1, 3, 2))
+    gate, up = tl.split(pairs)
+    return tl.reshape(gate / (1.0 + tl.exp(-gate)) * up, (BLOCK_M, BLOCK_N // 2))
+
+
+@triton.jit
+def _linear(x, weight, residual, out, step_sizes, EPILOGUE: tl.constexpr, WIDTH: tl.constexpr, N: tl.constexpr,
+            K: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+            BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SWAPPED: tl.constexpr, PREFETCH: tl.constexpr,
+            LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """One tile of out[M, WIDTH]. The sizes of the step are no kernel's output: they may be read before pdl_wait."""
+    num_rows = tl.load(step_sizes + ROWS)
+    tile_m, tile_n = _place(N, BLOCK_N, GROUP_M)
+    if PDL and PREFETCH > 0:
+        _prefetch_rows(weight, tile_n * BLOCK_N, N, K, BLOCK_N, PREFETCH, LANES)
+    pdl_wait(PDL)
+    if tile_m * BLOCK_M < num_rows:
+        rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+        features = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+        if SWAPPED:
+            acc = _product_swapped(x, weight, rows, num_rows, features, N, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        else:
+            acc = _product(x, weight, rows, num_rows, features, N, K, BLOCK_M, BLOCK_N, BLOCK_K)
+        if EPILOGUE == "silu_mul":
+            acc = _silu_mul(acc, BLOCK_M, BLOCK_N)
+            features = tile_n * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        mask = (rows < num_rows)[:, None] & (features < WIDTH)[None, :]
+        offsets = rows.to(tl.int64)[:, None] * WIDTH + features[None, :]
+        if EPILOGUE == "add":
+            acc += tl.load(residual + offsets, mask=mask, other=0.0)
+        tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def linear(x, weight, out, step_sizes, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, BLOCK_M: tl.constexpr,
+           BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, SWAPPED: tl.constexpr,
+           PREFETCH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """out[M, N] (float32) = x[M, K] @ weight[N, K]^T, M = step_sizes[ROWS]."""
+    _linear(x, weight, out, out, step_sizes, "none", N, N, K, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SWAPPED,
+            PREFETCH, LANES, PDL)  # fmt: skip
+
+
+@triton.jit
+def linear_add(x, weight, residual, out, step_sizes, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+               BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+               SWAPPED: tl.constexpr, PREFETCH: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """out[M, N] (float32) = residual[M, N] + x[M, K] @ weight[N, K]^T; out may be residual itself."""
+    _linear(x, weight, residual, out, step_sizes, "add", N, N, K, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SWAPPED,
+            PREFETCH, LANES, PDL)  # fmt: skip
+
+
+@triton.jit
+def linear_silu_mul(x, weight, out, step_sizes, F: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+                    ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+                    GROUP_M: tl.constexpr, SWAPPED: tl.constexpr, PREFETCH: tl.constexpr, LANES: tl.constexpr,
+                    PDL: tl.constexpr):  # fmt: skip
+    """out[M, F] (artifact dtype) = silu(x @ gate^T) * (x @ up^T).
+
+    weight[N, K] holds the rows of both in groups of 32: 16 of gate, then those of up for the same features;
+    N = 2 * F with F rounded up to a multiple of 16.
+    """
+    _linear(x, weight, out, out, step_sizes, "silu_mul", F, N, K, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SWAPPED,
+            PREFETCH, LANES, PDL)  # fmt: skip

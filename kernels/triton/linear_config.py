@@ -1,0 +1,190 @@
+"""Which tile shape a projection uses: measured tables first, a rule by shape where nothing was measured.
+
+Tables are kernels/tuning/<arch>.json, made on the device by benchmarks/gpu/bench_linear.py; they travel with the
+package. An entry serves its (op, N, K, dtype) up to its M, from the next smaller entry's M on. Any choice gives
+correct results, and on sm_90a the same bits: tables change speed only.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from tokenspeed.target import Target
+
+TUNING_FOLDER = Path(__file__).resolve().parent.parent / "tuning"
+FORMAT_VERSION = 1
+"""Of the tables. 1 (2026-11-29): op, N, K, M, dtype, config, us, runner_up, device, date."""
+
+_UNITS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 188, "gfx942": 304, "gfx950": 256}
+"""Multiprocessors (compute units) of the data center part that each architecture is bought for."""
+
+
+@dataclass(frozen=True, order=True)
+class Config:
+    """One tile shape of kernels/triton/linear.py.
+
+    Attributes:
+        block_m, block_n, block_k: rows of x, rows of W and columns of both that one step of a program multiplies.
+        num_warps, num_stages: threads of a program / 32 (64 on AMD); tiles in flight.
+        swapped: W is the matrix unit's first operand.
+        group_m: row tiles that take one feature tile in turn.
+        prefetch: bytes of each of its W rows that a program asks L2 for while it waits for its predecessors.
+    """
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+    swapped: bool
+    group_m: int = 8
+    prefetch: int = 0
+
+    def __str__(self) -> str:
+        shape = f"{self.block_m}x{self.block_n}x{self.block_k} w{self.num_warps} s{self.num_stages}"
+        return f"{shape}{' swapped' if self.swapped else ''} g{self.group_m} p{self.prefetch}"
+
+    def programs(self, m: int, n: int) -> int:
+        """Programs of a launch over ``m`` rows and ``n`` features."""
+        return -(-m // self.block_m) * -(-n // self.block_n)
+
+    def shared_bytes(self, target: Target, element: int) -> int:
+        """Shared memory for operands at most: AMD's compiler keeps one stage of the pipeline in registers."""
+        stages = self.num_stages if target.backend == "cuda" else max(1, self.num_stages - 1)
+        return stages * (self.block_m + self.block_n) * self.block_k * element
+
+    def constants(self, target: Target) -> dict[str, int | bool]:
+        """The constants of the kernels that follow from the tile shape."""
+        prefetch = self.prefetch if target.backend == "cuda" else 0
+        return {
+            "BLOCK_M": self.block_m, "BLOCK_N": self.block_n, "BLOCK_K": self.block_k, "GROUP_M": self.group_m,
+            "SWAPPED": self.swapped, "PREFETCH": prefetch, "LANES": 32 * self.num_warps,
+        }  # fmt: skip
+
+
+def choose(target: Target, op: str, m: int, n: int, k: int, dtype: str) -> Config:
+    """The tile shape for ``m`` rows, ``n`` rows of W and ``k`` columns: of the table, or by rule."""
+    rungs = _table(target.arch).get((op, n, k, dtype), ())
+    for most, config in rungs:
+        if m <= most:
+            return config
+    return rungs[-1][1] if rungs else rule(target, op, m, n, k, dtype)
+
+
+@cache
+def _table(arch: str) -> dict[tuple[str, int, int, str], tuple[tuple[int, Config], ...]]:
+    """Measured choices of ``arch`` by (op, N, K, dtype), each ordered by M; empty where nothing was measured."""
+    path = TUNING_FOLDER / f"{arch}.json"
+    return parse_table(json.loads(path.read_text())) if path.is_file() else {}
+
+
+def parse_table(table: dict[str, Any]) -> dict[tuple[str, int, int, str], tuple[tuple[int, Config], ...]]:
+    """A table's entries by (op, N, K, dtype), each ordered by M."""
+    assert table["format_version"] == FORMAT_VERSION, table["format_version"]
+    rungs: dict[tuple[str, int, int, str], list[tuple[int, Config]]] = {}
+    for entry in table["linear"]:
+        key = (entry["op"], entry["N"], entry["K"], entry["dtype"])
+        rungs.setdefault(key, []).append((entry["M"], Config(**entry["config"])))
+    return {key: tuple(sorted(found)) for key, found in rungs.items()}
+
+
+def rule(target: Target, op: str, m: int, n: int, k: int, dtype: str) -> Config:
+    """A tile shape for a projection that nobody has measured.
+
+    float32 runs on the ordinary multipliers (an exactness check, not a product): one modest tile. bfloat16: up to
+    64 rows are one row tile with operands swapped, and more rows take the largest tile of a list; in both cases
+    the largest that still gives most multiprocessors a program, since a projection that leaves them idle leaves
+    their share of the memory bandwidth unused.
+    """
+    if dtype == "float32":
+        return Config(16 if m <= 16 else 64, 32, 32, 4, 2, swapped=False)
+    options = list(_few_rows(m) if m <= 64 else _many_rows(target))
+    fitting = [c for c in options if _fits(c, target, 2) and (op != "linear_silu_mul" or c.block_n >= 32)]
+    enough = _UNITS[target.arch] * 3 // 4
+    for config in fitting:
+        if config.programs(m, n) >= enough:
+            return config
+    return fitting[-1]
+
+
+def _few_rows(m: int) -> Iterator[Config]:
+    """Largest first."""
+    block_m = max(16, _power_of_two(m))
+    for block_n, block_k, warps in ((64, 128, 4), (32, 128, 4), (16, 128, 2)):
+        for stages in (5, 4, 3, 2):
+            yield Config(block_m, block_n, block_k, warps, stages, swapped=True, prefetch=2048)
+        yield Config(block_m, block_n, 64, warps, 2, swapped=True, prefetch=2048)
+
+
+def _many_rows(target: Target) -> Iterator[Config]:
+    """Largest first."""
+    for block_m, block_n, warps in ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (64, 32, 4)):
+        for stages in (4, 3, 2) if target.backend == "cuda" else (2,):
+            yield Config(block_m, block_n, 64, warps, stages, swapped=False)
+        yield Config(block_m, block_n, 32, warps, 2, swapped=False)
+
+
+def _fits(config: Config, target: Target, element: int) -> bool:
+    return config.shared_bytes(target, element) <= target.gpu.max_shared_bytes
+
+
+def _power_of_two(value: int) -> int:
+    """The smallest power of two that is at least ``value``."""
+    return 1 << max(0, value - 1).bit_length()
+
+
+def candidates(target: Target, op: str, m: int, n: int, k: int) -> tuple[Config, ...]:
+    """The tile shapes worth timing for bfloat16, at most some forty: the tuning space."""
+    found = [*_candidates(m), rule(target, op, m, n, k, "bfloat16")]
+    keep = (c for c in found if _fits(c, target, 2) and (op != "linear_silu_mul" or c.block_n >= 32))
+    return tuple(dict.fromkeys(c for c in keep if c.block_k <= 2 * k and c.block_n <= 2 * n))
+
+
+# (block_n, block_k, warps, stages) with W as the first operand: at most 32 rows, then more.
+_SWAPPED_FEW = (
+    (16, 256, 1, 4), (16, 256, 2, 6), (16, 512, 2, 4), (16, 64, 2, 8),
+    (32, 64, 2, 8), (32, 128, 2, 6), (32, 128, 4, 6), (32, 256, 2, 4), (32, 256, 4, 4), (32, 256, 4, 6),
+    (64, 64, 4, 8), (64, 128, 4, 4), (64, 128, 4, 6), (64, 256, 4, 3), (64, 256, 4, 4),
+    (128, 64, 4, 6), (128, 128, 4, 3), (128, 128, 4, 5), (128, 128, 8, 4),
+)  # fmt: skip
+_SWAPPED_MORE = (
+    (16, 128, 2, 5), (32, 64, 4, 6), (32, 128, 4, 4), (32, 128, 4, 6), (64, 64, 4, 5), (64, 64, 4, 8), (64, 128, 4, 3),
+    (64, 128, 4, 4), (64, 128, 4, 6), (128, 64, 4, 4), (128, 64, 4, 6), (128, 64, 8, 4), (128, 128, 8, 3),
+)  # fmt: skip
+# (block_m, block_n, block_k, warps, stages) with x as the first operand.
+_STRAIGHT = (
+    (64, 64, 64, 4, 6), (64, 128, 64, 4, 4), (64, 128, 128, 4, 3), (128, 64, 64, 4, 4), (128, 64, 128, 4, 3),
+    (128, 128, 64, 4, 3), (128, 128, 64, 4, 4), (128, 128, 64, 8, 4), (128, 128, 128, 8, 3),
+)  # fmt: skip
+_STRAIGHT_LARGE = (
+    (128, 128, 64, 4, 3), (128, 128, 64, 8, 3), (128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 256, 64, 8, 4),
+    (256, 128, 64, 8, 3), (256, 128, 64, 8, 4), (128, 256, 32, 8, 6), (64, 256, 64, 4, 4),
+)  # fmt: skip
+
+
+def _candidates(m: int) -> Iterator[Config]:
+    if m <= 32:
+        for block_m in (8, 16) if m <= 8 else (_power_of_two(m),):
+            for block_n, block_k, warps, stages in _SWAPPED_FEW:
+                yield Config(block_m, block_n, block_k, warps, stages, swapped=True, prefetch=2048)
+        return
+    if m <= 256:
+        for block_m in {min(128, _power_of_two(m)), min(64, _power_of_two(m) // 2)}:
+            for block_n, block_k, warps, stages in _SWAPPED_MORE:
+                yield Config(block_m, block_n, block_k, warps, stages, swapped=True, prefetch=1024)
+    if 64 <= m <= 512:
+        for shape in _STRAIGHT:
+            yield Config(*shape, swapped=False, prefetch=1024)
+    if m >= 256:
+        for shape in _STRAIGHT_LARGE:
+            yield Config(*shape, swapped=False)
+
+
+def to_json(config: Config) -> dict[str, int | bool]:
+    """As tables hold it: ``Config(**to_json(config)) == config``."""
+    return asdict(config)
