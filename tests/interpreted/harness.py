@@ -9,7 +9,8 @@ import ml_dtypes
 import numpy as np
 from numpy.typing import NDArray
 
-from tokenspeed.compile.interpret_triton import KernelLaunch, Window, run_launch
+from tokenspeed.compile.interpret_triton import KernelLaunch, run_launch
+from tokenspeed.compile.triton_language import Window
 from tokenspeed.step import ALIGNMENT, align
 
 TYPES = {
