@@ -6,13 +6,13 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
 #include <string>
 #include <string_view>
 #include <tuple>
 #include <vector>
 
 #include "abi.h"
+#include "bindings/region_buffer.h"
 #include "device/ceilings.h"
 #include "device/cpu_device.h"
 #include "device/errors.h"
@@ -26,11 +26,6 @@ using namespace tokenspeed::device;
 using tokenspeed::kernels::kernel_table;
 using tokenspeed::kernels::kKernelAbi;
 
-// Exports a region through Python's buffer protocol and keeps it mapped as long as a memoryview is left.
-struct RegionBuffer {
-  std::shared_ptr<Region> region;
-};
-
 int get_buffer(PyObject* self, Py_buffer* view, int flags) noexcept {
   const Region& region = *nb::inst_ptr<RegionBuffer>(nb::handle(self))->region;
   const auto nbytes = static_cast<Py_ssize_t>(region.size());
@@ -43,8 +38,7 @@ PyType_Slot region_buffer_slots[] = {
 };
 
 nb::object view_of(const CpuDevice& device, std::string_view name) {
-  const nb::object buffer = nb::cast(RegionBuffer{device.region(region_by_name(name))});
-  return nb::steal(PyMemoryView_FromObject(buffer.ptr()));
+  return RegionBuffer::view(device.region(region_by_name(name)));
 }
 
 std::vector<std::tuple<std::string, std::string, size_t>> list_kernels() {
@@ -132,7 +126,7 @@ void bind_device(nb::module_& m) {
   nb::exception<GraphError>(m, "GraphError");
   nb::exception<DeviceError>(m, "DeviceError");
   nb::class_<RegionBuffer>(m, "RegionBuffer", nb::type_slots(region_buffer_slots),
-                           "What a memoryview from CpuDevice.view exports; not for direct use.");
+                           "What a memoryview from a device's view() exports; not for direct use.");
   bind_cpu_device(m);
   m.def("kernel_table", &list_kernels, "Every native kernel: (symbol, signature, scratch bytes per worker).");
   m.def("measure_read_bandwidth", &measure_read_bandwidth, "num_workers"_a, "nbytes"_a,

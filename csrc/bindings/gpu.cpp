@@ -1,0 +1,192 @@
+// Python's view of the GPU devices. The GIL is released wherever a call may take longer than microseconds.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/string_view.h>
+#include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
+
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "bindings/region_buffer.h"
+#include "device/gpu/gpu_device.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+using namespace tokenspeed::device;
+using namespace tokenspeed::device::gpu;
+
+void make_device(GpuDevice* self, std::string_view backend, int ordinal, int io_sets, int min_driver_version,
+                 std::string library) {
+  const Backend kind = backend_by_name(backend);
+  const nb::gil_scoped_release release;
+  new (self) GpuDevice(kind, ordinal, {io_sets, min_driver_version, std::move(library)});
+}
+
+std::span<const std::byte> span_of(const nb::bytes& data) {
+  return {reinterpret_cast<const std::byte*>(data.c_str()), data.size()};
+}
+
+void load_binary(GpuDevice& device, const std::string& name, const nb::bytes& data) {
+  const auto bytes = span_of(data);
+  const nb::gil_scoped_release release;
+  device.load_binary(name, bytes);
+}
+
+int load_graph(GpuDevice& device, const nb::bytes& data, uint64_t kv_page_stride) {
+  const auto bytes = span_of(data);
+  const nb::gil_scoped_release release;
+  return device.load_graph(bytes, kv_page_stride);
+}
+
+void load_weights(GpuDevice& device, const std::string& path, uint64_t file_offset, uint64_t nbytes, int num_threads,
+                  uint64_t piece_bytes) {
+  device.load_weights(path, file_offset, nbytes, {num_threads, piece_bytes});
+}
+
+void allocate(GpuDevice& device, std::string_view region, uint64_t nbytes) {
+  device.allocate(region_by_name(region), nbytes);
+}
+
+using ExtentTuple = std::tuple<uint64_t, uint64_t, int, uint64_t>;
+
+std::vector<IoExtent> extents_of(const std::vector<ExtentTuple>& tuples) {
+  std::vector<IoExtent> extents;
+  for (const auto& [offset, item_bytes, scalar, extra] : tuples) extents.push_back({offset, item_bytes, scalar, extra});
+  return extents;
+}
+
+void bind_io(GpuDevice& device, const std::vector<ExtentTuple>& inputs, const std::vector<ExtentTuple>& outputs) {
+  device.bind_io(extents_of(inputs), extents_of(outputs));
+}
+
+nb::object view_of(const GpuDevice& device, std::string_view name) {
+  if (region_by_name(name) != RegionKind::Io) {
+    throw DeviceError("region " + std::string(name) + " is in the GPU's memory: only io can be viewed");
+  }
+  return RegionBuffer::view(device.host_io());
+}
+
+uint64_t submit(GpuDevice& device, int graph, int64_t num_tokens, int64_t num_seqs, int64_t num_logit_rows, int io_set) {
+  return device.submit(graph, {num_tokens, num_seqs, num_logit_rows}, io_set);
+}
+
+std::vector<std::pair<std::string, double>> profile(GpuDevice& device, int graph, int64_t num_tokens, int64_t num_seqs,
+                                                    int64_t num_logit_rows, int io_set) {
+  return device.profile(graph, {num_tokens, num_seqs, num_logit_rows}, io_set);
+}
+
+nb::dict counters_of(const GpuDevice& device) {
+  const GpuCounters all = device.counters(false), sealed = device.counters(true);
+  nb::dict dict;
+  dict["steps"] = all.steps;
+  dict["nodes"] = all.nodes;
+  dict["graphs_loaded"] = all.graphs_loaded;
+  dict["modules_loaded"] = all.modules_loaded;
+  dict["graph_instantiations"] = all.graph_instantiations;
+  dict["captures"] = 0;      // the driver's entry points for it are not even looked up
+  dict["compilations"] = 0;  // code objects are machine code, or refused
+  dict["regions_allocated"] = all.regions_allocated;
+  dict["bytes_allocated"] = all.bytes_allocated;
+  dict["graphs_loaded_after_seal"] = sealed.graphs_loaded;
+  dict["modules_loaded_after_seal"] = sealed.modules_loaded;
+  dict["graph_instantiations_after_seal"] = sealed.graph_instantiations;
+  dict["captures_after_seal"] = 0;
+  dict["compilations_after_seal"] = 0;
+  dict["allocations_after_seal"] = sealed.regions_allocated;
+  dict["refused_after_seal"] = sealed.refused;
+  return dict;
+}
+
+using DeviceTuple = std::tuple<int, std::string, std::string, uint64_t, int>;
+
+std::pair<std::vector<DeviceTuple>, std::string> gpu_devices(std::string_view backend, const std::string& library) {
+  const Backend kind = backend_by_name(backend);
+  const nb::gil_scoped_release release;
+  std::vector<DeviceTuple> devices;
+  try {
+    for (const DeviceInfo& d : list_devices(*open_driver(kind, library))) {
+      devices.emplace_back(d.ordinal, d.name, d.arch, d.total_bytes, d.driver_version);
+    }
+  } catch (const DeviceError& error) {
+    return {{}, error.what()};
+  }
+  return {devices, devices.empty() ? "the driver finds no device" : ""};
+}
+
+void bind_gpu_device(nb::module_& m) {
+  using Release = nb::call_guard<nb::gil_scoped_release>;
+  nb::class_<GpuDevice>(m, "GpuDevice",
+                        "A GPU's memory regions, code objects and LaunchGraphs, which it runs step after step. After\n"
+                        "seal() nothing is allocated, loaded or instantiated any more. Usable from any thread. Every\n"
+                        "method raises DeviceLostError once the device is lost.")
+      .def("__init__", &make_device, "backend"_a, "ordinal"_a = 0, "io_sets"_a = 2, "min_driver_version"_a = 0,
+           "library"_a = "",
+           "Open device `ordinal` of backend 'cuda' or 'hip' for `io_sets` steps in flight. `min_driver_version` is in\n"
+           "the driver's own counting (12040 is CUDA 12.4); `library` is a path to use in place of the system's driver.\n"
+           "Raises DeviceError, saying what to install.")
+      .def("load_weights", &load_weights, "path"_a, "file_offset"_a, "nbytes"_a, "num_threads"_a = 0,
+           "piece_bytes"_a = 0, Release(),
+           "Allocate region weights and fill it with a range of a file, through pinned buffers that num_threads threads\n"
+           "(0: one per usable core, 16 at most) fill with piece_bytes (0: 4 MiB) at a time. Other regions, code objects\n"
+           "and graphs may be loaded meanwhile. Raises DeviceError.")
+      .def("allocate", &allocate, "region"_a, "nbytes"_a, Release(),
+           "Allocate region kv, arena or state; zeroed, but for kv. Raises DeviceError, saying what to change when\n"
+           "memory is short.")
+      .def("allocate_io", &GpuDevice::allocate_io, "input_bytes"_a, "nbytes"_a, "step_sizes_offset"_a = -1, Release(),
+           "Allocate region io on the device and, for each io set, pinned on the host. A step copies bytes\n"
+           "[0, input_bytes) to the device and [input_bytes, nbytes) back. If step_sizes_offset is not negative, submit\n"
+           "writes int32[4] there: its three sizes and 0. Raises DeviceError.")
+      .def("bind_io", &bind_io, "inputs"_a, "outputs"_a,
+           "Say how much of each io tensor a step uses, so that no more is copied: (offset, item_bytes, scalar, extra)\n"
+           "for item_bytes x (STEP_SCALARS[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in ascending\n"
+           "order of offsets. Without it a step copies all inputs and outputs. Raises DeviceError.")
+      .def("view", &view_of, "region"_a, nb::sig("def view(self, region: str) -> memoryview"),
+           "The host's bytes of region io, writable: set s begins at s times the region's size rounded up to 4096. It\n"
+           "may outlive the device. Raises DeviceError.")
+      .def("load_binary", &load_binary, "name"_a, "data"_a,
+           "Load a code object (cubin or hsaco), which graphs name by `name`. Several threads may do so at once. Raises\n"
+           "GraphError when it is damaged or for another GPU, DeviceError.")
+      .def("load_graph", &load_graph, "data"_a, "kv_page_stride"_a,
+           "Check a LaunchGraph, bind it to regions and code objects, and instantiate it; returns its handle. KV pages\n"
+           "are kv_page_stride bytes apart. Raises GraphError, naming node and argument, DeviceError.")
+      .def("submit", &submit, "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_set"_a = 0,
+           "Queue a step behind those in flight and return its ticket: inputs of io set `io_set` to the device, the\n"
+           "graph, outputs back. The set is the device's until wait(ticket). Raises DeviceError.")
+      .def("wait", &GpuDevice::wait, "ticket"_a, Release(),
+           "Sleep until the step of `ticket`, and all before it, are done. Raises DeviceLostError.")
+      .def("profile", &profile, "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_set"_a = 0, Release(),
+           "Run one step node by node and return (node name, seconds) for each, in order. Raises DeviceError.")
+      .def("seal", &GpuDevice::seal, Release(),
+           "From here on allocate, bind_io, load_weights, load_binary and load_graph raise DeviceError.")
+      .def("counters", &counters_of, nb::sig("def counters(self) -> dict[str, int]"),
+           "What the device has done so far: steps, nodes, graphs_loaded, modules_loaded, graph_instantiations, captures,\n"
+           "compilations, regions_allocated, bytes_allocated; since seal(): graphs_loaded_after_seal,\n"
+           "modules_loaded_after_seal, graph_instantiations_after_seal, captures_after_seal, compilations_after_seal,\n"
+           "allocations_after_seal, refused_after_seal.")
+      .def("spans", &GpuDevice::spans,
+           "Where the time of the start went: (what, start, seconds), starts on the clock of time.monotonic().")
+      .def("memory", &GpuDevice::memory, Release(), "(free, total) bytes of the device's memory. Raises DeviceError.")
+      .def("close", &GpuDevice::close, Release(),
+           "Finish the steps in flight and give everything back; idempotent. Neither raises nor hangs.")
+      .def_prop_ro("name", [](const GpuDevice& d) { return d.info().name; })
+      .def_prop_ro("arch", [](const GpuDevice& d) { return d.info().arch; }, "Such as 'sm_90' or 'gfx950'.")
+      .def_prop_ro("driver_version", [](const GpuDevice& d) { return d.info().driver_version; });
+}
+
+}  // namespace
+
+void bind_gpu(nb::module_& m) {
+  nb::exception<DeviceLostError>(m, "DeviceLostError", m.attr("DeviceError").ptr());
+  bind_gpu_device(m);
+  m.def("gpu_devices", &gpu_devices, "backend"_a, "library"_a = "",
+        "The GPUs of backend 'cuda' or 'hip': ([(ordinal, name, arch, total bytes, driver version)], reason why there are\n"
+        "none). Starts the driver if there is one. Raises DeviceError for an unknown backend.");
+}

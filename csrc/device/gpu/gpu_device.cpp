@@ -1,0 +1,423 @@
+#include "device/gpu/gpu_device.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace tokenspeed::device::gpu {
+namespace {
+
+constexpr uint64_t kPage = 4096;
+constexpr int kMaxIoSets = 64;
+constexpr double kSpinSeconds = 50e-6;       // about what a sleeping thread takes to wake
+constexpr double kCloseSeconds = 10;
+constexpr uint64_t kMergeBytes = 64 << 10;   // that are copied sooner than a second copy starts
+
+uint64_t round_up(uint64_t nbytes, uint64_t to) { return (nbytes + to - 1) / to * to; }
+
+std::string version_text(Backend backend, int version) {
+  if (backend == Backend::Cuda) return "CUDA " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
+  return "HIP " + std::to_string(version / 10000000) + "." + std::to_string(version / 100000 % 100);
+}
+
+}  // namespace
+
+// A call that works without the lock: close() waits for it, and a sealed device has none.
+class GpuDevice::Loading {
+ public:
+  explicit Loading(GpuDevice& device) : device_(device) { ++device_.loading_; }  // with the lock
+  ~Loading() {
+    const std::lock_guard lock(device_.mutex_);
+    --device_.loading_;
+    device_.idle_.notify_all();
+  }
+  Loading(const Loading&) = delete;
+  Loading& operator=(const Loading&) = delete;
+
+ private:
+  GpuDevice& device_;
+};
+
+GpuDevice::GpuDevice(Backend backend, int ordinal, const GpuOptions& options) {
+  if (options.io_sets < 1 || options.io_sets > kMaxIoSets) {
+    throw DeviceError("a device needs 1 to " + std::to_string(kMaxIoSets) + " io sets, but " +
+                      std::to_string(options.io_sets) + " were asked for");
+  }
+  double start = Timeline::now();
+  const auto driver = open_driver(backend, options.library);
+  timeline_.add("driver", start);
+  if (driver->version() < options.min_driver_version) {
+    throw DeviceError("the driver is too old: need " + version_text(backend, options.min_driver_version) +
+                      " or newer, but it offers " + version_text(backend, driver->version()) +
+                      ": install a newer driver, or build the artifact for this one");
+  }
+  start = Timeline::now();
+  context_ = std::make_shared<Context>(driver, ordinal);
+  stream_ = std::make_unique<Stream>(context_);
+  io_sets_.resize(static_cast<size_t>(options.io_sets));
+  for (IoSet& set : io_sets_) set.done = std::make_unique<Event>(context_, kEventDisableTiming | kEventBlockingSync);
+  timeline_.add("context", start);
+}
+
+GpuDevice::~GpuDevice() { close(); }
+
+void GpuDevice::require_open() const {
+  if (closed_) throw DeviceError("the device is closed: make a new one");
+  context_->require_working();
+}
+
+void GpuDevice::require_unsealed(const std::string& what) {
+  require_open();
+  if (!sealed_) return;
+  count([](GpuCounters& c) { ++c.refused; });
+  throw DeviceError("the device is sealed, so it cannot " + what + ": do so before seal()");
+}
+
+void GpuDevice::require_new(RegionKind kind) const {
+  const auto& existing = regions_[static_cast<size_t>(kind)];
+  if (existing == nullptr && !(kind == RegionKind::Weights && loading_weights_)) return;
+  throw DeviceError(std::string("region ") + region_name(kind) + " is allocated already" +
+                    (existing ? " with " + std::to_string(existing->size()) + " bytes" : "") +
+                    ": a region is allocated once");
+}
+
+std::pair<uint64_t, uint64_t> GpuDevice::memory() const {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  return context_->memory();
+}
+
+DeviceMemory& GpuDevice::make_region(RegionKind kind, uint64_t nbytes) {
+  const double start = Timeline::now();
+  auto& region = regions_[static_cast<size_t>(kind)];
+  region = std::make_unique<DeviceMemory>(context_, kind, nbytes);
+  count([&](GpuCounters& c) {
+    ++c.regions_allocated;
+    c.bytes_allocated += nbytes;
+  });
+  timeline_.add(std::string("allocate ") + region_name(kind), start);
+  return *region;
+}
+
+void GpuDevice::clear(const DeviceMemory& memory) {
+  context_->check(context_->call().fill(memory.address(), 0, memory.size(), stream_->get()), "clear memory");
+}
+
+void GpuDevice::load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes,
+                             const StreamOptions& options) {
+  const WeightsFile file(path, file_offset, nbytes);
+  std::unique_lock lock(mutex_);
+  require_unsealed("load weights");
+  require_new(RegionKind::Weights);
+  // The file is read without the lock, so that other regions, code objects and graphs can be made meanwhile.
+  const Address to = make_region(RegionKind::Weights, nbytes).address();
+  loading_weights_ = true;
+  std::exception_ptr error;
+  {
+    const Loading loading(*this);
+    lock.unlock();
+    const double start = Timeline::now();
+    try {
+      file.stream(context_, to, options);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    timeline_.add("weights", start);
+  }
+  lock.lock();
+  loading_weights_ = false;
+  if (!error) return;
+  regions_[static_cast<size_t>(RegionKind::Weights)].reset();  // so that another attempt may follow
+  std::rethrow_exception(error);
+}
+
+void GpuDevice::allocate(RegionKind kind, uint64_t nbytes) {
+  const std::lock_guard lock(mutex_);
+  require_unsealed(std::string("allocate region ") + region_name(kind));
+  if (kind == RegionKind::Weights) throw DeviceError("region weights is filled from a file: use load_weights");
+  if (kind == RegionKind::Io) throw DeviceError("region io has parts on the host too: use allocate_io");
+  require_new(kind);
+  const DeviceMemory& region = make_region(kind, nbytes);
+  if (kind != RegionKind::Kv) clear(region);
+}
+
+void GpuDevice::allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_sizes_offset) {
+  const std::lock_guard lock(mutex_);
+  require_unsealed("allocate region io");
+  require_new(RegionKind::Io);
+  if (input_bytes > nbytes) {
+    throw DeviceError("region io of " + std::to_string(nbytes) + " bytes cannot begin with " +
+                      std::to_string(input_bytes) + " bytes of inputs");
+  }
+  const auto at = static_cast<uint64_t>(std::max<int64_t>(step_sizes_offset, 0));
+  if (step_sizes_offset >= 0 && (at % 4 != 0 || at > input_bytes || input_bytes - at < sizeof(int32_t) * 4)) {
+    throw DeviceError("step sizes need 16 bytes of the inputs at a multiple of 4, but step_sizes_offset is " +
+                      std::to_string(at) + " of " + std::to_string(input_bytes));
+  }
+  const uint64_t stride = round_up(nbytes, kPage);
+  const double start = Timeline::now();
+  auto host = std::make_unique<PinnedMemory>(context_, "region io", stride * io_sets_.size());
+  timeline_.add("pin io", start);
+  clear(make_region(RegionKind::Io, nbytes));
+  host_io_ = std::move(host);
+  for (size_t i = 0; i < io_sets_.size(); ++i) io_sets_[i].host = host_io_->data() + i * stride;
+  input_bytes_ = input_bytes;
+  io_bytes_ = nbytes;
+  step_sizes_offset_ = step_sizes_offset;
+  ranges_ = {{0, input_bytes}};
+}
+
+void GpuDevice::bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outputs) {
+  const std::lock_guard lock(mutex_);
+  require_unsealed("bind tensors of region io");
+  for (const auto* extents : {&inputs, &outputs}) {
+    for (size_t i = 0; i < extents->size(); ++i) {
+      const bool ordered = i == 0 || (*extents)[i - 1].offset <= (*extents)[i].offset;
+      if ((*extents)[i].scalar < static_cast<int>(kernels::kNumStepScalars) && ordered) continue;
+      throw DeviceError("tensors of region io need ascending offsets and a step scalar below " +
+                        std::to_string(kernels::kNumStepScalars) + ", but tensor " + std::to_string(i) +
+                        " is at offset " + std::to_string((*extents)[i].offset) + " with scalar " +
+                        std::to_string((*extents)[i].scalar));
+    }
+  }
+  inputs_ = std::move(inputs);
+  outputs_ = std::move(outputs);
+  ranges_.reserve(std::max({inputs_.size(), outputs_.size(), size_t{1}}));  // submit() allocates nothing
+}
+
+std::shared_ptr<Region> GpuDevice::host_io() const {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  if (host_io_ == nullptr) throw DeviceError("region io is not allocated: allocate it first");
+  return host_io_->region();
+}
+
+void GpuDevice::load_binary(const std::string& name, std::span<const std::byte> bytes) {
+  std::unique_lock lock(mutex_);
+  require_unsealed("load a code object");
+  const auto [entry, is_new] = modules_.try_emplace(name);
+  if (!is_new) throw DeviceError("the code object '" + name + "' is loaded already: load each one once");
+  std::unique_ptr<Module> module;
+  std::exception_ptr error;
+  {
+    const Loading loading(*this);
+    lock.unlock();  // several threads may load code objects
+    const double start = Timeline::now();
+    try {
+      module = std::make_unique<Module>(context_, name, bytes);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    timeline_.add("load " + name, start);
+    lock.lock();
+    if (module != nullptr) {
+      entry->second = std::move(module);
+      count([](GpuCounters& c) { ++c.modules_loaded; });
+    } else {
+      modules_.erase(entry);
+    }
+    lock.unlock();
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+int GpuDevice::load_graph(std::span<const std::byte> bytes, uint64_t kv_page_stride) {
+  const std::lock_guard lock(mutex_);
+  require_unsealed("load a launch graph");
+  double start = Timeline::now();
+  const LaunchGraph launch_graph = read_graph(bytes);
+  auto graph = std::make_unique<GpuGraph>(launch_graph, GraphContext{context_, regions_, modules_, kv_page_stride});
+  timeline_.add("bind graph", start);
+  start = Timeline::now();
+  graph->build();
+  timeline_.add("build graph", start);
+  start = Timeline::now();
+  count([](GpuCounters& c) { ++c.graph_instantiations; });
+  graph->instantiate();
+  timeline_.add("instantiate graph", start);
+  start = Timeline::now();
+  graph->upload(stream_->get());
+  timeline_.add("upload graph", start);
+  graphs_.push_back(std::move(graph));
+  count([](GpuCounters& c) { ++c.graphs_loaded; });
+  return static_cast<int>(graphs_.size()) - 1;
+}
+
+GpuGraph& GpuDevice::graph_of(int graph, const StepSizes& sizes, int io_set) {
+  require_open();
+  if (graph < 0 || static_cast<size_t>(graph) >= graphs_.size()) {
+    throw DeviceError("graph " + std::to_string(graph) + " is not loaded: this device has " +
+                      std::to_string(graphs_.size()) + " graphs, from 0");
+  }
+  for (const int64_t size : {sizes.num_tokens, sizes.num_seqs, sizes.num_logit_rows}) {
+    if (size >= 0 && size <= INT32_MAX) continue;
+    throw DeviceError("a step needs sizes of 0 or more, but has " + std::to_string(sizes.num_tokens) + " tokens, " +
+                      std::to_string(sizes.num_seqs) + " sequences and " + std::to_string(sizes.num_logit_rows) +
+                      " logit rows");
+  }
+  if (host_io_ == nullptr) throw DeviceError("region io is not allocated: allocate it first");
+  if (io_set < 0 || static_cast<size_t>(io_set) >= io_sets_.size()) {
+    throw DeviceError("io set " + std::to_string(io_set) + " does not exist: this device has " +
+                      std::to_string(io_sets_.size()) + " sets, from 0");
+  }
+  context_->bind();
+  require_free(io_sets_[static_cast<size_t>(io_set)], io_set);
+  return *graphs_[static_cast<size_t>(graph)];
+}
+
+void GpuDevice::require_free(IoSet& set, int index) {
+  if (!set.busy) return;
+  const Status code = context_->call().event_query(set.done->get());
+  if (code == status::kNotReady) {
+    throw DeviceError("io set " + std::to_string(index) + " is in use by step " + std::to_string(set.ticket) +
+                      ": wait for that step, or use another set");
+  }
+  context_->check(code, "run a step");
+  set.busy = false;
+}
+
+// Fills ranges_ with the parts of [begin, end) that a step uses; returns how many.
+size_t GpuDevice::ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end) {
+  ranges_.clear();
+  if (extents.empty() && begin < end) ranges_.push_back({begin, end});
+  const std::array<int64_t, 3> scalars = {sizes.num_tokens, sizes.num_seqs, sizes.num_logit_rows};
+  for (const IoExtent& e : extents) {
+    const uint64_t items = e.extra + (e.scalar < 0 ? 0 : static_cast<uint64_t>(scalars[static_cast<size_t>(e.scalar)]));
+    if (items == 0) continue;
+    const uint64_t limit = end - std::min(e.offset, end);
+    if (e.offset < begin || e.item_bytes > limit / items) {
+      throw DeviceError("a step uses " + std::to_string(items) + " x " + std::to_string(e.item_bytes) +
+                        " bytes at offset " + std::to_string(e.offset) + " of region io, which is not within [" +
+                        std::to_string(begin) + ", " + std::to_string(end) + ")");
+    }
+    const CopyRange range{e.offset, e.offset + items * e.item_bytes};
+    if (!ranges_.empty() && range.begin <= ranges_.back().end + kMergeBytes) {
+      ranges_.back().end = std::max(ranges_.back().end, range.end);
+    } else {
+      ranges_.push_back(range);
+    }
+  }
+  return ranges_.size();
+}
+
+void GpuDevice::stage(const IoSet& set, const StepSizes& sizes) {
+  if (step_sizes_offset_ >= 0) {
+    const std::array<int32_t, 4> values = {static_cast<int32_t>(sizes.num_tokens), static_cast<int32_t>(sizes.num_seqs),
+                                           static_cast<int32_t>(sizes.num_logit_rows), 0};
+    std::memcpy(set.host + step_sizes_offset_, values.data(), sizeof(values));
+  }
+  const Address io = regions_[static_cast<size_t>(RegionKind::Io)]->address();
+  ranges_of(inputs_, sizes, 0, input_bytes_);
+  for (const CopyRange& r : ranges_) {
+    context_->check(context_->call().copy_to_device(io + r.begin, set.host + r.begin, r.end - r.begin, stream_->get()),
+                    "copy a step's inputs");
+  }
+}
+
+void GpuDevice::collect(const IoSet& set, const StepSizes& sizes) {
+  const Address io = regions_[static_cast<size_t>(RegionKind::Io)]->address();
+  ranges_of(outputs_, sizes, input_bytes_, io_bytes_);
+  for (const CopyRange& r : ranges_) {
+    context_->check(context_->call().copy_to_host(set.host + r.begin, io + r.begin, r.end - r.begin, stream_->get()),
+                    "copy a step's outputs");
+  }
+  context_->check(context_->call().event_record(set.done->get(), stream_->get()), "mark the end of a step");
+}
+
+Ticket GpuDevice::submit(int graph, const StepSizes& sizes, int io_set) {
+  const std::lock_guard lock(mutex_);
+  GpuGraph& g = graph_of(graph, sizes, io_set);
+  IoSet& set = io_sets_[static_cast<size_t>(io_set)];
+  stage(set, sizes);
+  context_->check(context_->call().graph_launch(g.exec(), stream_->get()), "start a step");
+  ++g.runs;
+  count([&](GpuCounters& c) {
+    ++c.steps;
+    c.nodes += g.num_nodes();
+  });
+  collect(set, sizes);
+  set.ticket = ++last_ticket_;
+  set.busy = true;
+  return set.ticket;
+}
+
+void GpuDevice::wait(Ticket ticket) {
+  Handle event = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    context_->require_working();
+    if (ticket > last_ticket_) {
+      throw DeviceError("ticket " + std::to_string(ticket) + " was never given out: the last one is " +
+                        std::to_string(last_ticket_));
+    }
+    if (ticket <= done_ticket_ || closed_) return;
+    for (const IoSet& set : io_sets_) {
+      if (set.ticket == ticket) event = set.done->get();
+    }
+    if (event == nullptr) return;  // its set was free for a later step, so it is done
+    ++waiting_;
+  }
+  context_->bind_quietly();
+  const double end = Timeline::now() + kSpinSeconds;
+  Status code = context_->call().event_query(event);
+  while (code == status::kNotReady && Timeline::now() < end) code = context_->call().event_query(event);
+  if (code == status::kNotReady) code = context_->call().event_synchronize(event);
+  const std::lock_guard lock(mutex_);
+  --waiting_;
+  idle_.notify_all();
+  context_->check(code, "finish a step");
+  done_ticket_ = std::max(done_ticket_, ticket);
+  for (IoSet& set : io_sets_) set.busy = set.busy && set.ticket > done_ticket_;
+}
+
+std::vector<std::pair<std::string, double>> GpuDevice::profile(int graph, const StepSizes& sizes, int io_set) {
+  const std::lock_guard lock(mutex_);
+  GpuGraph& g = graph_of(graph, sizes, io_set);
+  const IoSet& set = io_sets_[static_cast<size_t>(io_set)];
+  context_->check(context_->call().stream_synchronize(stream_->get()), "finish the steps before a profile");
+  stage(set, sizes);
+  auto nodes = g.profile(stream_->get());
+  collect(set, sizes);
+  context_->check(context_->call().event_synchronize(set.done->get()), "finish a profile");
+  return nodes;
+}
+
+void GpuDevice::seal() {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  if (loading_ > 0) throw DeviceError("something is still being loaded: seal the device when all loads have returned");
+  context_->bind();
+  context_->check(context_->call().stream_synchronize(stream_->get()), "finish loading");
+  sealed_ = true;
+}
+
+GpuCounters GpuDevice::counters(bool after_seal) const {
+  const std::lock_guard lock(mutex_);
+  return counters_[after_seal ? 1 : 0];
+}
+
+void GpuDevice::close() noexcept {
+  std::unique_lock lock(mutex_);
+  if (closed_) return;
+  closed_ = true;
+  lock.unlock();
+  bool ended = stream_->drain(kCloseSeconds);
+  lock.lock();
+  const auto idle = [&] { return loading_ == 0 && waiting_ == 0; };
+  ended = idle_.wait_for(lock, std::chrono::duration<double>(kCloseSeconds), idle) && ended;
+  if (!ended) {  // the device still works on these: giving them back would wait for it, maybe for ever
+    for (auto& graph : graphs_) static_cast<void>(graph.release());
+    for (auto& region : regions_) static_cast<void>(region.release());
+    for (auto& [name, module] : modules_) static_cast<void>(module.release());
+    for (IoSet& set : io_sets_) static_cast<void>(set.done.release());
+    static_cast<void>(host_io_.release());
+    static_cast<void>(stream_.release());
+  }
+  graphs_.clear();
+  modules_.clear();
+  for (auto& region : regions_) region.reset();
+  host_io_.reset();
+  for (IoSet& set : io_sets_) set.done.reset();
+  stream_.reset();
+}
+
+}  // namespace tokenspeed::device::gpu

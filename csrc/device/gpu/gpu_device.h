@@ -1,0 +1,134 @@
+// A live GPU: memory regions, code objects, LaunchGraphs, and steps in flight. The same to its callers as CpuDevice.
+#pragma once
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <span>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "device/binding.h"
+#include "device/gpu/gpu_graph.h"
+#include "device/gpu/gpu_weights.h"
+
+namespace tokenspeed::device::gpu {
+
+struct GpuOptions {
+  int io_sets = 2;              // steps that may be in flight
+  int min_driver_version = 0;   // as the driver counts: 12040 is CUDA 12.4
+  std::string library;          // a path; empty: the system's driver
+};
+
+// What happened to the device; one of each for the time after seal(), where all but steps must stay 0.
+struct GpuCounters {
+  uint64_t steps = 0, nodes = 0;
+  uint64_t graphs_loaded = 0, modules_loaded = 0, graph_instantiations = 0;
+  uint64_t regions_allocated = 0, bytes_allocated = 0;
+  uint64_t refused = 0;  // attempts that a sealed device turned down
+};
+
+// A tensor of region io: `item_bytes` for each of sizes[scalar] + extra items, from `offset` on; extra items alone for
+// a negative scalar. Says how much of the tensor a step uses, so that no more is copied.
+struct IoExtent {
+  uint64_t offset, item_bytes;
+  int scalar;
+  uint64_t extra;
+};
+
+// Methods may be called from any thread. After seal() nothing is allocated, loaded or instantiated any more. Each throws
+// DeviceLostError once the device is lost.
+class GpuDevice {
+ public:
+  // Throws DeviceError: no driver, too old a driver, no such device.
+  GpuDevice(Backend backend, int ordinal, const GpuOptions& options);
+  ~GpuDevice();
+  GpuDevice(const GpuDevice&) = delete;
+  GpuDevice& operator=(const GpuDevice&) = delete;
+
+  const DeviceInfo& info() const noexcept { return context_->info(); }
+  std::pair<uint64_t, uint64_t> memory() const;  // (free, total) bytes
+
+  // Allocates region weights and fills it from a file. Throws DeviceError.
+  void load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes, const StreamOptions& options);
+  // Regions kv, arena and state. All are zero but kv, whose pages may hold anything.
+  void allocate(RegionKind kind, uint64_t nbytes);
+  // Region io: [0, input_bytes) is copied to the device before a step, the rest back after it. The host has a copy of
+  // it for each set. Each step writes its three sizes and 0 as int32 to `step_sizes_offset`, unless that is negative.
+  void allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_sizes_offset);
+  // Limits what a step copies to what its sizes say. Ranges that are near each other are copied in one.
+  void bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outputs);
+  // The host's copies of region io, one per set, each beginning at a multiple of 4096 bytes.
+  std::shared_ptr<Region> host_io() const;
+
+  // Throws GraphError for the bytes' faults, DeviceError for the caller's.
+  void load_binary(const std::string& name, std::span<const std::byte> bytes);
+  // Returns the graph's handle. Throws likewise.
+  int load_graph(std::span<const std::byte> bytes, uint64_t kv_page_stride);
+
+  // Queues a step behind those in flight. Its io set belongs to the device until wait() has returned.
+  Ticket submit(int graph, const StepSizes& sizes, int io_set);
+  // Sleeps until the step of `ticket`, and all before it, are done and their outputs are in the host's memory.
+  void wait(Ticket ticket);
+  // Runs a step alone, node by node, and returns the seconds of each.
+  std::vector<std::pair<std::string, double>> profile(int graph, const StepSizes& sizes, int io_set);
+
+  void seal();
+  GpuCounters counters(bool after_seal) const;
+  std::vector<Timeline::Span> spans() const { return timeline_.spans(); }
+  // Ends all steps and gives everything back; idempotent. Never hangs: work that does not end is abandoned.
+  void close() noexcept;
+
+ private:
+  struct IoSet {
+    std::unique_ptr<Event> done;
+    std::byte* host = nullptr;
+    Ticket ticket = 0;  // of the step that used it last
+    bool busy = false;  // whether that step is not known to be done
+  };
+  struct CopyRange {
+    uint64_t begin, end;
+  };
+  class Loading;
+
+  void require_open() const;
+  void require_unsealed(const std::string& what);
+  void require_new(RegionKind kind) const;
+  void count_region(uint64_t nbytes);
+  DeviceMemory& make_region(RegionKind kind, uint64_t nbytes);
+  void clear(const DeviceMemory& memory);
+  GpuGraph& graph_of(int graph, const StepSizes& sizes, int io_set);
+  void require_free(IoSet& set, int index);
+  size_t ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end);
+  void stage(const IoSet& set, const StepSizes& sizes);
+  void collect(const IoSet& set, const StepSizes& sizes);
+  template <typename Count>
+  void count(const Count& add) {
+    add(counters_[0]);
+    if (sealed_) add(counters_[1]);
+  }
+
+  mutable std::mutex mutex_;
+  std::condition_variable idle_;
+  Timeline timeline_;
+  std::shared_ptr<const Context> context_;
+  std::unique_ptr<Stream> stream_;
+  DeviceRegions regions_;
+  Modules modules_;
+  std::vector<std::unique_ptr<GpuGraph>> graphs_;
+  std::unique_ptr<PinnedMemory> host_io_;
+  std::vector<IoSet> io_sets_;
+  uint64_t input_bytes_ = 0, io_bytes_ = 0;
+  int64_t step_sizes_offset_ = -1;
+  std::vector<IoExtent> inputs_, outputs_;
+  std::vector<CopyRange> ranges_;  // of the step that is being submitted
+  Ticket last_ticket_ = 0, done_ticket_ = 0;
+  std::array<GpuCounters, 2> counters_;  // in all, and after seal()
+  int loading_ = 0, waiting_ = 0;  // calls that work without the lock
+  bool loading_weights_ = false, sealed_ = false, closed_ = false;
+};
+
+}  // namespace tokenspeed::device::gpu
