@@ -29,7 +29,7 @@ from tokenspeed.step import INPUTS, OUTPUTS
 from tokenspeed.target import Target
 
 NUM_PAGES = 8
-CONFIG = {"hidden_size": 64, "intermediate_size": 72}
+CONFIG = {"hidden_size": 64, "intermediate_size": 80}
 
 
 def uncompiled(kernels: Sequence[DeviceKernel]) -> dict[DeviceKernel, Binary]:
