@@ -2,7 +2,8 @@
 
 One tile of the result is one program: it walks K from 0 to the end in steps of BLOCK_K and never shares a sum with
 another program, so the order in which a row's products are added is fixed by K alone. On Hopper every tile shape,
-with either operand order, gives the same bits (measured by benchmarks/gpu/bench_linear.py, which asserts it).
+with either operand order, gives the same bits (measured by benchmarks/gpu/bench_linear.py, which asserts it); on the
+other architectures linear_config.py keeps to tiles that use one matrix instruction.
 
 Two operand orders. Many rows: ``acc[rows, features] = x tile @ (W tile)^T``. Few rows (SWAPPED): ``acc[features,
 rows] = W tile @ (x tile)^T``: the matrix unit works on 16 or 64 rows of its first operand at a time, so the weights
@@ -12,10 +13,23 @@ take that side and a step of 1 to 16 rows pads the cheap side only.
 # mypy: allow-untyped-defs, allow-untyped-calls
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import triton
 import triton.language as tl
 
-from tokenspeed.kernels.triton.common import dot, pdl_wait
+from tokenspeed.kernels.registry import (
+    DTYPES_TRITON,
+    Band,
+    KernelSpec,
+    MultipleOf,
+    Request,
+    Stage,
+    device_stage,
+)
+from tokenspeed.kernels.triton.common import FEATURES, dot, pdl_wait
+from tokenspeed.kernels.triton.linear_config import choose
+from tokenspeed.target import GPU_TARGETS
 
 
 @triton.jit
@@ -161,3 +175,53 @@ def linear_silu_mul(x, weight, out, step_sizes, F: tl.constexpr, N: tl.constexpr
     """
     _linear(x, weight, out, out, step_sizes, "silu_mul", F, N, K, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, SWAPPED,
             PREFETCH, LANES, PDL)  # fmt: skip
+
+
+_FUNCTIONS = {"linear": linear, "linear_add": linear_add, "linear_silu_mul": linear_silu_mul}
+
+
+def specs() -> Iterator[KernelSpec]:
+    """One kernel per op and dtype; its tile shape is chosen by request, and does not change a row's bits."""
+    for op in _FUNCTIONS:
+        for dtype, element in DTYPES_TRITON.items():
+            yield KernelSpec(
+                op=op,
+                solution="triton",
+                symbol=f"{op}_{element}",
+                targets=GPU_TARGETS,
+                dtypes=(dtype,),
+                arguments=(),
+                band=Band.MATRIX,
+                features=FEATURES,
+                constraints=(MultipleOf("K", 16),),
+                weight_layout="rows",
+                launches=_launches,
+            )
+
+
+def _launches(request: Request) -> tuple[Stage, ...]:
+    op, sizes = request.op, request.sizes
+    gated = op == "linear_silu_mul"
+    n = 2 * triton.cdiv(sizes["F"], 16) * 16 if gated else sizes["N"]
+    config = choose(request.target, op, sizes["M"], n, sizes["K"], request.dtype)
+    pointer = f"*{DTYPES_TRITON[request.dtype]}"
+    residual = op == "linear_add"
+    return (
+        device_stage(
+            module=__name__,
+            function=_FUNCTIONS[op],
+            arguments=f"read x, read weight, {'read residual, ' if residual else ''}write out, sizes step_sizes",
+            types=f"{pointer}, {pointer}, {'*fp32, ' if residual else ''}{pointer if gated else '*fp32'}, *i32",
+            constants={
+                **({"F": sizes["F"]} if gated else {}),
+                "N": n,
+                "K": sizes["K"],
+                "ROWS": sizes["rows"],
+                **config.constants(request.target),
+            },
+            num_warps=config.num_warps,
+            num_stages=config.num_stages,
+            grid=(config.programs(sizes["M"], n), 1, 1),
+            target=request.target,
+        ),
+    )

@@ -17,6 +17,8 @@ from typing import Any
 from tokenspeed.target import Target
 
 TUNING_FOLDER = Path(__file__).resolve().parent.parent / "tuning"
+_BARRIER_BYTES = 1024
+"""Left for the barriers of a pipeline."""
 FORMAT_VERSION = 1
 """Of the tables. 1 (2026-11-29): op, N, K, M, dtype, config, us, runner_up, device, date."""
 
@@ -102,35 +104,53 @@ def rule(target: Target, op: str, m: int, n: int, k: int, dtype: str) -> Config:
     their share of the memory bandwidth unused.
     """
     if dtype == "float32":
-        return Config(16 if m <= 16 else 64, 32, 32, 4, 2, swapped=False)
-    options = list(_few_rows(m) if m <= 64 else _many_rows(target))
-    fitting = [c for c in options if _fits(c, target, 2) and (op != "linear_silu_mul" or c.block_n >= 32)]
+        return Config(16 if m <= 16 and target.backend == "cuda" else 64, 32, 32, 4, 2, swapped=False)
+    shapes = _few_rows(target, m) if m <= 64 else _many_rows(target)
+    options = [next((c for c in depths if usable(c, target, op)), None) for depths in shapes]
+    usable_ones = [config for config in options if config is not None]
     enough = _UNITS[target.arch] * 3 // 4
-    for config in fitting:
-        if config.programs(m, n) >= enough:
-            return config
-    return fitting[-1]
+    return next((c for c in usable_ones if c.programs(m, n) >= enough), usable_ones[-1])
 
 
-def _few_rows(m: int) -> Iterator[Config]:
-    """Largest first."""
-    block_m = max(16, _power_of_two(m))
-    for block_n, block_k, warps in ((64, 128, 4), (32, 128, 4), (16, 128, 2)):
-        for stages in (5, 4, 3, 2):
-            yield Config(block_m, block_n, block_k, warps, stages, swapped=True, prefetch=2048)
-        yield Config(block_m, block_n, 64, warps, 2, swapped=True, prefetch=2048)
+def _few_rows(target: Target, m: int) -> Iterator[tuple[Config, ...]]:
+    """Tile shapes, largest first, each with its pipelines, deepest first."""
+    block_m = max(_smallest_sides(target)[1], _power_of_two(m))
+    prefetch = 2048 if target.backend == "cuda" else 0
+    for block_n, warps in ((64, 4), (32, 4), (16, 2)):
+        yield tuple(
+            Config(block_m, block_n, block_k, warps, stages, swapped=True, prefetch=prefetch)
+            for block_k, stages in ((128, 5), (128, 4), (128, 3), (128, 2), (64, 2))
+        )
 
 
-def _many_rows(target: Target) -> Iterator[Config]:
-    """Largest first."""
+def _many_rows(target: Target) -> Iterator[tuple[Config, ...]]:
+    """As ``_few_rows``."""
+    deep = ((64, 4), (64, 3)) if target.backend == "cuda" else ()
     for block_m, block_n, warps in ((128, 256, 8), (128, 128, 8), (64, 128, 4), (64, 64, 4), (64, 32, 4)):
-        for stages in (4, 3, 2) if target.backend == "cuda" else (2,):
-            yield Config(block_m, block_n, 64, warps, stages, swapped=False)
-        yield Config(block_m, block_n, 32, warps, 2, swapped=False)
+        yield tuple(
+            Config(block_m, block_n, block_k, warps, stages, swapped=False)
+            for block_k, stages in (*deep, (64, 2), (32, 2))
+        )
 
 
-def _fits(config: Config, target: Target, element: int) -> bool:
-    return config.shared_bytes(target, element) <= target.gpu.max_shared_bytes
+def _smallest_sides(target: Target) -> tuple[int, int]:
+    """Least sides of a tile (of the matrix unit's first operand, of its second) for one instruction in all tiles.
+
+    Hopper's two instructions agree bit for bit, and sm_120 has one. On sm_100 and sm_103 less than 64 rows of the
+    first operand fall back to another unit, and AMD's instruction for sides under 32 adds K in larger groups:
+    whether their sums agree is not known, so tiles keep clear of them.
+    """
+    if target.backend == "hip":
+        return 32, 32
+    return (64, 16) if target.arch in ("sm_100a", "sm_103a") else (16, 8)
+
+
+def usable(config: Config, target: Target, op: str) -> bool:
+    """Whether ``config`` fits the target's shared memory and keeps its sums in one order."""
+    sides = (config.block_n, config.block_m) if config.swapped else (config.block_m, config.block_n)
+    wide = all(side >= least for side, least in zip(sides, _smallest_sides(target), strict=True))
+    whole_groups = op != "linear_silu_mul" or config.block_n >= 32
+    return wide and whole_groups and config.shared_bytes(target, 2) + _BARRIER_BYTES <= target.gpu.max_shared_bytes
 
 
 def _power_of_two(value: int) -> int:
@@ -141,8 +161,8 @@ def _power_of_two(value: int) -> int:
 def candidates(target: Target, op: str, m: int, n: int, k: int) -> tuple[Config, ...]:
     """The tile shapes worth timing for bfloat16, at most some forty: the tuning space."""
     found = [*_candidates(m), rule(target, op, m, n, k, "bfloat16")]
-    keep = (c for c in found if _fits(c, target, 2) and (op != "linear_silu_mul" or c.block_n >= 32))
-    return tuple(dict.fromkeys(c for c in keep if c.block_k <= 2 * k and c.block_n <= 2 * n))
+    sized = (c for c in found if c.block_k <= 2 * k and c.block_n <= 2 * n)
+    return tuple(dict.fromkeys(c for c in sized if usable(c, target, op)))
 
 
 # (block_n, block_k, warps, stages) with W as the first operand: at most 32 rows, then more.
