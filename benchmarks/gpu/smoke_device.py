@@ -6,6 +6,7 @@ checks every value, streams a file of weights, and prints a table; --json PATH w
 Needs Triton (it compiles one kernel) and an NVIDIA GPU; neither torch nor numpy.
 """
 
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import argparse
@@ -71,6 +72,26 @@ def chain(binary: str, nodes: int, programmatic: bool, blocks: int) -> bytes:
                 Int(i, 4), Float(1.0, 4), Int(0), Int(0))  # fmt: skip
         built.append(Node(f"node {i}", "smoke", args, (i - 1,) if i else (), launch))
     return LaunchGraph(tuple(built)).encode()
+
+
+def probe(binary: str, offsets: list[int]) -> bytes:
+    """Independent nodes: number k writes io in[0] + the int32 at weights offset k to io out[k]."""
+    x = Pointer(Region.IO, IN, 4, Access.READ)
+    sizes = Pointer(Region.IO, SIZES, 16, Access.READ)
+    nodes = []
+    for k, offset in enumerate(offsets):
+        y, w = Pointer(Region.IO, OUT + 4 * k, 4, Access.WRITE), Pointer(Region.WEIGHTS, offset, 4, Access.READ)
+        args = (x, y, w, sizes, Int(0, 4), Float(1.0, 4), Int(0), Int(0))
+        nodes.append(Node(f"probe {k}", "smoke", args, (), Launch(binary, (1, 1, 1), (128, 1, 1))))
+    return LaunchGraph(tuple(nodes)).encode()
+
+
+def check_weights(device: Any, graph: int, io: memoryview, offsets: list[int]) -> None:
+    io[IN : IN + 4].cast("i")[0] = 5
+    device.wait(device.submit(graph, 1, 1, 1, 0))
+    outputs = io[OUT:IO_BYTES].cast("i")
+    for k, offset in enumerate(offsets):
+        assert outputs[k] == 5 + offset // 4 + 3, (offset, outputs[k])
 
 
 def check_step(device: Any, graph: int, io: memoryview, io_set: int, tokens: int, nodes: int, weight: int) -> None:
@@ -175,14 +196,16 @@ def run(nodes: int, kernels: dict[bool, Any], path: Path, size: int, figures: di
     for pdl in (False, True):
         for blocks in (1, 132):
             graphs[pdl, blocks] = device.load_graph(chain(f"smoke_{int(pdl)}", nodes, pdl, blocks), 0)
+    offsets = list(range(0, size, 1 << 22))
+    probing = device.load_graph(probe("smoke_0", offsets), 0)
     device.seal()
     io = device.view("io")
+    check_weights(device, probing, io, offsets)
     for (_, blocks), graph in graphs.items():
         for io_set, tokens in ((0, 1), (1, blocks * BLOCK), (0, blocks * BLOCK - 3)):
             check_step(device, graph, io, io_set, tokens, nodes, 3)
-    print(
-        f"values of {len(graphs)} graphs of {nodes} nodes: right; {total / (1 << 30):.1f} GiB, KV of {free} free bytes"
-    )
+    print(f"{len(graphs)} graphs of {nodes} nodes and {len(offsets)} places of the weights: all values right")
+    figures["GPU memory GiB"] = total / (1 << 30)
     for (pdl, blocks), graph in graphs.items():
         step, submit = in_flight(device, graph, 40)
         label = f"{nodes} nodes x {blocks} blocks, {'programmatic' if pdl else 'plain'}"
