@@ -1,0 +1,310 @@
+"""Sampling: the token of each row of logits, its log-probability and rank, and the likeliest tokens.
+
+The semantics are those of tokenspeed/compile/sampler.py. Three launches share a workspace of one record per row:
+
+- scan: programs (chunk, row). The chunk's first token in the order and the sum of its exponentials; if the row draws,
+  the chunk's winner of the Gumbel-max race over all tokens.
+- rank: programs (chunk, row). How many of the chunk's tokens come before the row's token, and, for top_p, their mass
+  and that of the chunk. Nothing to do if the row's token is the first of all, as it is for a greedy row.
+- finish: program (row). Adds the chunks up in their order; while the token is not among those that the row keeps,
+  races again (sample_keep.py); visits the likeliest tokens; writes the results.
+
+A row takes the branches of what it asks for. It is cut into the same chunks in every bucket, so its sums have one
+order. Scores of a draw are float32: a draw differs from the reference's, which is float64, only where the two best
+scores are within about 1e-6 of each other, and a keep set only where top_p or min_p falls that close to a token.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+
+import triton
+import triton.language as tl
+
+from tokenspeed.kernels.registry import Band, KernelSpec, Request, Stage, device_stage
+from tokenspeed.kernels.triton.common import FEATURES, pdl_wait
+from tokenspeed.kernels.triton.sample_keep import ahead, next_leaders, race_ahead, top_k_mass
+from tokenspeed.kernels.triton.sample_math import (
+    NO_TOKEN,
+    NOBODY,
+    exponentials,
+    inverse,
+    is_ahead,
+    load_logits,
+    logit_of,
+    order_of,
+    race,
+    token_of,
+)
+from tokenspeed.step import MAX_TOP_LOGPROBS
+from tokenspeed.target import GPU_TARGETS
+
+CHUNK = 2048
+"""Logits that one program reads: 63 programs for a row of 128256."""
+CHUNK_WARPS = 4
+"""Warps of a program of one chunk."""
+FINISH_WARPS = 8
+"""Warps of a program of one row."""
+RECORD_WORDS = 8
+"""32-bit words of a row's record per chunk: order of the first token (two words), sum of exponentials, score of the
+winner, the winner, tokens ahead, mass ahead, mass."""
+
+_TOP = tl.constexpr(MAX_TOP_LOGPROBS)
+
+
+@triton.jit
+def _orders(workspace, row, LANES: tl.constexpr):
+    """Pointer to the int64 of a row's record: the first token of each chunk."""
+    return (workspace + row.to(tl.int64) * (8 * LANES)).to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+def _floats(workspace, row, field: tl.constexpr, LANES: tl.constexpr):
+    """Pointer to one 32-bit field of all chunks of a row's record."""
+    return (workspace + row.to(tl.int64) * (8 * LANES) + field * LANES).to(tl.pointer_type(tl.float32), bitcast=True)
+
+
+@triton.jit
+def _integers(workspace, row, field: tl.constexpr, LANES: tl.constexpr):
+    return workspace + row.to(tl.int64) * (8 * LANES) + field * LANES
+
+
+_SUM = tl.constexpr(2)
+_SCORE = tl.constexpr(3)
+_WINNER = tl.constexpr(4)
+_COUNT = tl.constexpr(5)
+_MASS_AHEAD = tl.constexpr(6)
+_MASS = tl.constexpr(7)
+
+
+@triton.jit
+def sample_scan(logits, logit_target, temperature, seed, draw_position, workspace, step_sizes,
+                V: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Program (chunk, row): first token, sum of e^(logit - its logit), and the winner of the race in the chunk."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    pdl_wait(PDL)
+    if row >= tl.load(step_sizes + 2):
+        return
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = load_logits(logits + row.to(tl.int64) * V, tokens, V)
+    top = tl.max(values, axis=0)
+    first = tl.min(tl.where((values == top) & (tokens < V), tokens, NO_TOKEN), axis=0)
+    origin = tl.where(top == float("-inf"), 0.0, top)  # a chunk of -infinity adds 0, not NaN
+    tl.store(_orders(workspace, row, LANES) + chunk, order_of(top, first))
+    tl.store(_floats(workspace, row, _SUM, LANES) + chunk, tl.sum(tl.exp(values - origin), axis=0))
+    heat = tl.load(temperature + row)
+    target = tl.load(logit_target + row)
+    if ((target < 0) | (target >= V)) & (heat > 0.0):
+        z = (values - origin) * inverse(heat)
+        noise = exponentials(tl.load(seed + row), tl.load(draw_position + row), chunk * CHUNK, CHUNK)
+        score, winner = race(z, noise, tokens)
+        tl.store(_floats(workspace, row, _SCORE, LANES) + chunk, score)
+        tl.store(_integers(workspace, row, _WINNER, LANES) + chunk, winner)
+
+
+@triton.jit
+def _choice(leaders, workspace, row, target, heat,
+            V: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """(token of the row before keep sets apply, whether it was drawn)."""
+    first = tl.max(leaders, axis=0)
+    best = logit_of(first)
+    asked = (target >= 0) & (target < V)
+    drawn = (asked == 0) & (heat > 0.0) & (best - best == 0.0)
+    token = tl.where(asked, target, token_of(first))
+    if drawn:
+        lanes = tl.arange(0, LANES)
+        inside = lanes < CHUNKS
+        scores = tl.load(_floats(workspace, row, _SCORE, LANES) + lanes, mask=inside, other=float("-inf"))
+        winners = tl.load(_integers(workspace, row, _WINNER, LANES) + lanes, mask=inside, other=NO_TOKEN)
+        scores += tl.where(inside, (logit_of(leaders) - best) * inverse(heat), 0.0)
+        token = tl.min(tl.where(scores == tl.max(scores, axis=0), winners, NO_TOKEN), axis=0)
+    return token, drawn
+
+
+@triton.jit
+def sample_rank(logits, logit_target, temperature, top_p, workspace, step_sizes,
+                V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
+    """Program (chunk, row): tokens of the chunk ahead of the row's token; for top_p their mass and the chunk's."""
+    chunk, row = tl.program_id(0), tl.program_id(1)
+    pdl_wait(PDL)
+    if row >= tl.load(step_sizes + 2):
+        return
+    lanes = tl.arange(0, LANES)
+    leaders = tl.load(_orders(workspace, row, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
+    heat = tl.load(temperature + row)
+    token, drawn = _choice(leaders, workspace, row, tl.load(logit_target + row), heat, V, CHUNKS, LANES)
+    first = tl.max(leaders, axis=0)
+    if token == token_of(first):
+        return
+    logits += row.to(tl.int64) * V
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = load_logits(logits, tokens, V)
+    inside = is_ahead(values, tokens, load_logits(logits, token, V), token)
+    tl.store(_integers(workspace, row, _COUNT, LANES) + chunk, tl.sum(inside.to(tl.int32), axis=0))
+    if drawn & (tl.load(top_p + row) < 1.0):
+        weights = tl.exp(tl.div_rn(values - logit_of(first), heat))
+        tl.store(_floats(workspace, row, _MASS_AHEAD, LANES) + chunk, tl.sum(tl.where(inside, weights, 0.0), axis=0))
+        tl.store(_floats(workspace, row, _MASS, LANES) + chunk, tl.sum(weights, axis=0))
+
+
+@triton.jit
+def sample_finish(logits, logit_target, temperature, top_p, min_p, top_k, seed, draw_position, num_logprobs,
+                  state_slot, last_tokens, out_token, out_logprob, out_rank, out_top_ids, out_top_logprobs,
+                  workspace, step_sizes, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+                  LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Program (row): the row's token under its keep set, and all results."""
+    row = tl.program_id(0)
+    pdl_wait(PDL)
+    if row >= tl.load(step_sizes + 2):
+        return
+    logits += row.to(tl.int64) * V
+    lanes = tl.arange(0, LANES)
+    leaders = tl.load(_orders(workspace, row, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
+    first = tl.max(leaders, axis=0)
+    best, best_token = logit_of(first), token_of(first)
+    sums = tl.load(_floats(workspace, row, _SUM, LANES) + lanes, mask=lanes < CHUNKS, other=0.0)
+    shares = tl.where(lanes < CHUNKS, sums * tl.exp(logit_of(leaders) - best), 0.0)
+    norm = tl.log(tl.sum(shares, axis=0))
+    heat = tl.load(temperature + row)
+    target = tl.load(logit_target + row)
+    token, drawn = _choice(leaders, workspace, row, target, heat, V, CHUNKS, LANES)
+    count = tl.zeros((), tl.int32)
+    if token != best_token:
+        counts = tl.load(_integers(workspace, row, _COUNT, LANES) + lanes, mask=lanes < CHUNKS, other=0)
+        count = tl.sum(counts, axis=0)
+        if drawn:
+            token, count = _keep(logits, workspace, row, token, count, best, best_token, heat, tl.load(top_p + row),
+                                 tl.load(min_p + row), tl.load(top_k + row), tl.load(seed + row),
+                                 tl.load(draw_position + row), V, CHUNK, CHUNKS, LANES)  # fmt: skip
+    tl.store(out_token + row, token)
+    tl.store(out_logprob + row, (load_logits(logits, token, V) - best) - norm)
+    tl.store(out_rank + row, count + 1)
+    slot = tl.load(state_slot + row)
+    if ((target < 0) | (target >= V)) & (slot >= 0):
+        tl.store(last_tokens + slot, token)
+    _report_likeliest(logits, leaders, best, norm, tl.load(num_logprobs + row), out_top_ids + row.to(tl.int64) * _TOP,
+                      out_top_logprobs + row.to(tl.int64) * _TOP, V, CHUNK, LANES)  # fmt: skip
+
+
+@triton.jit
+def _keep(logits, workspace, row, token, count, best, best_token, heat, top_p, min_p, top_k, seed, position,
+          V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """(token drawn from the keep set, number of tokens ahead of it), from the winner among all tokens, which is not
+    the first one, and the number of those ahead of it."""
+    orders = _orders(workspace, row, LANES)
+    limit = tl.where((top_k > 0) & (top_k < V), top_k, V)
+    lowest_z = tl.where(min_p > 0.0, tl.log(min_p), float("-inf"))
+    mass = tl.zeros((), tl.float32)
+    total = tl.full((), float("inf"), tl.float32)
+    if top_p < 1.0:
+        lanes = tl.arange(0, LANES)
+        inside = lanes < CHUNKS
+        mass = tl.sum(tl.load(_floats(workspace, row, _MASS_AHEAD, LANES) + lanes, mask=inside, other=0.0), axis=0)
+        total = tl.sum(tl.load(_floats(workspace, row, _MASS, LANES) + lanes, mask=inside, other=0.0), axis=0)
+    searched = limit == V  # whether total is that of the first top_k tokens
+    undecided = token != best_token
+    while undecided:
+        logit = load_logits(logits, token, V)
+        z = tl.div_rn(logit - best, heat)
+        kept = (count < limit) & (z >= lowest_z)
+        if top_p < 1.0:
+            # The mass of the top_k is at least that of the tokens up to this one: often that decides.
+            within = mass < top_p * (mass + tl.exp(z))
+            if kept & (searched == 0) & (within == 0) & (mass < top_p * total):
+                total = top_k_mass(logits, orders, limit, best, heat, V, CHUNK, CHUNKS, LANES)
+                searched = limit >= 0
+            kept = kept & (mass < top_p * total)
+        undecided = kept == 0
+        if undecided:
+            token = race_ahead(logits, orders, logit, token, best_token, best, heat, lowest_z, seed, position,
+                               V, CHUNK, CHUNKS)  # fmt: skip
+            undecided = token != best_token
+            count, mass = ahead(logits, orders, load_logits(logits, token, V), token, best, heat, V, CHUNK, CHUNKS)
+    return token, count
+
+
+@triton.jit
+def _report_likeliest(logits, leaders, best, norm, asked, top_ids, top_logprobs,
+                      V: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
+    """The ``asked`` first tokens of the order; -1 and -infinity in the other places."""
+    places = tl.arange(0, 32)
+    ids = tl.full((32,), -1, tl.int32)
+    logprobs = tl.full((32,), float("-inf"), tl.float32)
+    for place in range(tl.minimum(tl.minimum(asked, _TOP), V)):
+        order = tl.max(leaders, axis=0)
+        ids = tl.where(places == place, token_of(order), ids)
+        logprobs = tl.where(places == place, (logit_of(order) - best) - norm, logprobs)
+        leaders = next_leaders(leaders, order, logits, V, CHUNK, LANES)
+    tl.store(top_ids + places, ids, mask=places < _TOP)
+    tl.store(top_logprobs + places, logprobs, mask=places < _TOP)
+
+
+def specs() -> Iterator[KernelSpec]:
+    """One kernel: logits are float32 in every program."""
+    yield KernelSpec(
+        op="sample",
+        solution="triton",
+        symbol="sample_fp32",
+        targets=GPU_TARGETS,
+        dtypes=("float32", "bfloat16"),
+        arguments=(),
+        band=Band.VECTOR,
+        features=FEATURES,
+        workspace=workspace_bytes,
+        launches=_launches,
+    )
+
+
+def num_lanes(vocab_size: int) -> int:
+    """Chunks of a row, rounded up to a power of two."""
+    return int(triton.next_power_of_2(triton.cdiv(vocab_size, CHUNK)))
+
+
+def workspace_bytes(sizes: Mapping[str, int]) -> int:
+    """Bytes of the records of a step's rows."""
+    return sizes["num_logit_rows"] * num_lanes(sizes["V"]) * RECORD_WORDS * 4
+
+
+def _launches(request: Request) -> tuple[Stage, ...]:
+    vocab, rows = request.sizes["V"], request.sizes["num_logit_rows"]
+    chunks = triton.cdiv(vocab, CHUNK)
+    sizes = {"V": vocab, "CHUNK": CHUNK, "LANES": num_lanes(vocab)}
+    stage = partial(device_stage, module=__name__, num_stages=1, target=request.target)
+    return (
+        stage(
+            name="scan",
+            function=sample_scan,
+            arguments="read logits, read logit_target, read temperature, read seed, read draw_position, "
+            "workspace partials, sizes step_sizes",
+            types="*fp32, *i32, *fp32, *u64, *i32, *i32, *i32",
+            constants=sizes,
+            num_warps=CHUNK_WARPS,
+            grid=(chunks, rows, 1),
+        ),
+        stage(
+            name="rank",
+            function=sample_rank,
+            arguments="read logits, read logit_target, read temperature, read top_p, workspace partials, "
+            "sizes step_sizes",
+            types="*fp32, *i32, *fp32, *fp32, *i32, *i32",
+            constants={**sizes, "CHUNKS": chunks},
+            num_warps=CHUNK_WARPS,
+            grid=(chunks, rows, 1),
+        ),
+        stage(
+            name="finish",
+            function=sample_finish,
+            arguments="read logits, read logit_target, read temperature, read top_p, read min_p, read top_k, "
+            "read seed, read draw_position, read num_logprobs, read state_slot, write last_tokens, write out_token, "
+            "write out_logprob, write out_rank, write out_top_ids, write out_top_logprobs, workspace partials, "
+            "sizes step_sizes",
+            types="*fp32, *i32, *fp32, *fp32, *fp32, *i32, *u64, *i32, *i32, *i32, *i32, *i32, *fp32, *i32, *i32, "
+            "*fp32, *i32, *i32",
+            constants={**sizes, "CHUNKS": chunks},
+            num_warps=FINISH_WARPS,
+            grid=(rows, 1, 1),
+        ),
+    )
