@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +40,8 @@ class FakeStats:
     steps: int
     preemptions: int = 0
     device: dict[str, Any] = field(default_factory=lambda: {"allocations_after_seal": 0})
+    after_ready: dict[str, int] = field(default_factory=lambda: {"allocations": 0, "compilations": 0})
+    host: dict[str, Any] = field(default_factory=lambda: {"plan": {"count": 2, "seconds": 0.5}})
 
 
 @dataclass
@@ -75,6 +77,7 @@ class FakeEngine:
         self.hold = threading.Event()
         self.aborted: list[int] = []
         self.submitted: list[tuple[list[int], SamplingParams, int]] = []
+        self.watchers: list[Callable[[str], None]] = []
         self._script = script
         self._step_seconds = step_seconds
         self._max_running, self._max_waiting = max_running, max_waiting
@@ -108,6 +111,9 @@ class FakeEngine:
     def stats(self) -> FakeStats:
         running = min(len(self._live), self._max_running)
         return FakeStats(running, len(self._live) - running + len(self._inbox), 100, 100 - running, self._steps)
+
+    def watch(self, watcher: Callable[[str], None]) -> None:
+        self.watchers.append(watcher)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         with self._wake:

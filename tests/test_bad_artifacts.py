@@ -21,7 +21,7 @@ from tokenspeed.errors import (
     ArtifactError,
     TokenSpeedError,
 )
-from tokenspeed.runtime import loader
+from tokenspeed.runtime import loader, places
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.target import Target, runnable_targets
 from tokenspeed.verify_artifact import verify_graphs
@@ -267,11 +267,11 @@ def test_an_artifact_of_other_kernels(damaged: Path) -> None:
 
 def test_an_artifact_for_another_cpu(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = Target("cpu", "x86-64-v3")
-    monkeypatch.setattr(loader, "runnable_targets", lambda: ())
+    monkeypatch.setattr(places, "runnable_targets", lambda: ())
     with pytest.raises(ArtifactError) as caught:
         loader.load(tiny_artifact)
     assert caught.value.message == f"the artifact was built for {Target.native()}; this machine runs no target"
-    monkeypatch.setattr(loader, "runnable_targets", lambda: (old,))
+    monkeypatch.setattr(places, "runnable_targets", lambda: (old,))
     if Target.native() != old:
         with pytest.raises(ArtifactError, match=f"this machine runs {old}") as caught:
             loader.load(tiny_artifact)
@@ -287,6 +287,6 @@ def test_a_graph_for_another_cpu_is_refused_by_the_device_as_well(
     amx = Target("cpu", "x86-64-v4+amx")
     build(tiny_checkpoint, tmp_path / "a", targets=[str(amx)], dtype="bfloat16", max_model_len=128)
     assert cli("verify", tmp_path / "a").returncode == 0  # verifying needs no such machine
-    monkeypatch.setattr(loader, "runnable_targets", lambda: (amx,))
+    monkeypatch.setattr(places, "runnable_targets", lambda: (amx,))
     with pytest.raises(ArtifactError, match=r"the kernel needs amx.* instructions, but this processor runs"):
         loader.load(tmp_path / "a", LoadOptions(kv_gib=0.05, threads=1))

@@ -26,7 +26,7 @@ from tokenspeed.errors import (
     ResourceError,
     UsageError,
 )
-from tokenspeed.runtime import loader
+from tokenspeed.runtime import places
 from tokenspeed.runtime.engine import Engine, load
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.runtime.request import SamplingParams
@@ -115,8 +115,8 @@ def test_a_max_model_len_that_does_not_fit_in_memory(tiny_artifact: Path, monkey
     with pytest.raises(ResourceError) as caught:
         load(tiny_artifact, options=LoadOptions(kv_gib=1e-6))
     assert caught.value.hint == "raise --kv-gib"
-    monkeypatch.setattr(loader, "available_memory", lambda: 40 << 20)
-    with pytest.raises(ResourceError, match=r"does not fit in memory: .*\(40\.0 MiB of memory are free\)") as caught:
+    monkeypatch.setattr(places, "available_memory", lambda: 40 << 20)
+    with pytest.raises(ResourceError, match=r"does not fit in memory: .*\(40\.0 MiB are free") as caught:
         load(tiny_artifact)
     assert caught.value.hint is not None and caught.value.hint.startswith("free memory, or rebuild with `tokenspeed")
     with pytest.raises(ResourceError, match=r"1\.00 GiB of KV pages and .* need more than the 40\.0 MiB") as caught:

@@ -42,7 +42,7 @@ def test_the_benchmark_splits_a_start(
     (run,) = report["starts"][str(tiny_artifact)]
     marks = run["startup_seconds"]
     assert 0 < marks["bound"] <= min(marks["web"], marks["engine"]) <= marks["ready"]
-    assert set(run["load_seconds"]) == {"verify", "tokenizer", "weights", "graphs"}
+    assert set(run["load_seconds"]) == {"verify", "tokenizer", "choose", "open", "weights", "modules", "graphs"}
     figures = report["artifacts"][str(tiny_artifact)]
     assert figures["first_token"]["median"] > figures["ready"]["median"] > 0
     assert all(seconds >= 0 for seconds in figures["split"].values()), figures["split"]
@@ -50,4 +50,4 @@ def test_the_benchmark_splits_a_start(
 
     benchmark["show"](str(tiny_artifact), figures)
     text = capsys.readouterr().out
-    assert "exec to ready" in text and "loader: tokenizer" in text and "beside weights" in text
+    assert "exec to ready" in text and "loader: tokenizer" in text and "device: graphs" in text

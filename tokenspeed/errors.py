@@ -103,3 +103,9 @@ class EngineClosedError(TokenSpeedError):
     """The engine is draining or has stopped and takes no new requests."""
 
     http_status = 503
+
+
+class EngineFailedError(TokenSpeedError):
+    """The engine stopped working, as when its GPU is lost. Only a new process helps."""
+
+    exit_code = 10

@@ -39,16 +39,24 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
     """Options of every command that loads an artifact."""
     group = parser.add_argument_group("loading")
     group.add_argument("--target", metavar="TARGET", help="which of the artifact's targets to run (default: the best)")
+    group.add_argument("--device", type=int, metavar="N", help="which GPU, by the driver's number (default: the first)")
     group.add_argument("--threads", type=int, metavar="N", help="worker threads (default: every core allowed)")
     group.add_argument("--pin", action="store_true", help="pin worker threads to cores")
     group.add_argument(
-        "--kv-gib", type=float, metavar="GIB", help="memory for KV pages (default: a quarter of what is free)"
-    )
+        "--kv-gib", type=float, metavar="GIB",
+        help="memory for KV pages (default: what is free on a GPU, a quarter of it on a CPU)",
+    )  # fmt: skip
     group.add_argument(
         "--verify",
         choices=("structure", "quick", "full"),
         default="quick",
         help="how much of the artifact to hash first (default: quick, everything but weights)",
+    )
+
+
+def add_trace(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--trace", metavar="FILE", help="write where the time went since exec, for https://ui.perfetto.dev"
     )
 
 
@@ -59,8 +67,11 @@ def load_options(args: argparse.Namespace, *, settle: bool = True) -> LoadOption
 
     if args.threads is not None and not 1 <= args.threads <= 1024:
         raise UsageError(f"--threads is {args.threads}; it must lie between 1 and 1024")
+    if args.device is not None and args.device < 0:
+        raise UsageError(f"--device is {args.device}; GPUs are numbered from 0")
     return LoadOptions(
         target=Target.parse(args.target) if args.target else None,
+        device=args.device,
         threads=args.threads,
         kv_gib=args.kv_gib,
         verify=args.verify,

@@ -13,6 +13,7 @@ from tokenspeed.cli.options import (
     add_command,
     add_json,
     add_load_options,
+    add_trace,
     load_options,
     print_json,
 )
@@ -52,11 +53,20 @@ def add_parser(subparsers: Subparsers) -> None:
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: a fresh one)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     add_load_options(parser)
+    add_trace(parser)
     add_json(parser)
     parser.set_defaults(run=run, optional_positional="prompt")
 
 
 def run(args: argparse.Namespace) -> int:
+    from tokenspeed.runtime import drivers, trace
+
+    with trace.writing(args.trace):
+        drivers.start_drivers(args.target)
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from tokenspeed.runtime.engine import load
     from tokenspeed.runtime.request import SamplingParams
 

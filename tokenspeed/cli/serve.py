@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import sys
 from typing import TYPE_CHECKING
 
-from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_load_options, load_options
+from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_load_options, add_trace, load_options
 from tokenspeed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -41,11 +42,26 @@ def add_parser(subparsers: Subparsers) -> None:
                         help="how long SIGTERM lets running requests finish (default: %(default)s)")  # fmt: skip
     parser.add_argument("--access-log", action="store_true", help="log every request on stderr")
     add_load_options(parser)
+    add_trace(parser)
     parser.set_defaults(run=run)
+
+
+SWITCH_INTERVAL = 2e-4
+"""Seconds for which a thread may keep the interpreter's lock when another wants it. The engine's thread wants it
+several times a step, and the loader's many times; Python's own 5 ms are longer than a step on a GPU."""
 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; the artifact loads on a thread while this one imports the web stack."""
+    from tokenspeed.runtime import drivers, trace
+
+    sys.setswitchinterval(SWITCH_INTERVAL)
+    with trace.writing(args.trace):
+        drivers.start_drivers(args.target)
+        return _serve(args)
+
+
+def _serve(args: argparse.Namespace) -> int:
     from tokenspeed.runtime.server import ServerSettings, serve_loading
 
     options = load_options(args, settle=False)
@@ -60,7 +76,10 @@ def run(args: argparse.Namespace) -> int:
     )
 
     def load_engine() -> Engine:
-        from tokenspeed.runtime.engine import load
+        from tokenspeed.runtime import trace
+
+        with trace.span("import engine"):
+            from tokenspeed.runtime.engine import load
 
         return load(args.artifact, options=options, max_waiting=args.max_waiting, max_step_tokens=args.max_step_tokens)
 

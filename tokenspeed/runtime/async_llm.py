@@ -10,7 +10,7 @@ import contextlib
 import queue
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Any, Protocol, cast
@@ -56,6 +56,8 @@ class EngineStats(Protocol):
     steps: int
     preemptions: int
     device: dict[str, Any]
+    after_ready: dict[str, int]
+    host: dict[str, Any]
 
 
 class EngineLike(Protocol):
@@ -72,6 +74,7 @@ class EngineLike(Protocol):
     def submit(self, prompt_ids: Sequence[int], params: SamplingParams, sink: EventSink, *, seed: int) -> int: ...
     def abort(self, request_id: int) -> None: ...
     def stats(self) -> EngineStats: ...
+    def watch(self, watcher: Callable[[str], None]) -> None: ...  # calls it with why the engine failed, should it
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool: ...
 
 

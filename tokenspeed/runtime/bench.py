@@ -104,7 +104,7 @@ def profile(engine: Engine, case: Case) -> list[tuple[str, float]]:
         greedy = _native.RequestParams(max_new_tokens=2, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0, seed=0)
         scheduler.submit(i, prompt, greedy)
     while (step := scheduler.next_step()) is not None:
-        outputs = executor.wait(executor.submit(step), step.num_logit_rows)
+        outputs = executor.wait(executor.submit(step))
         if not decode or step.num_tokens == step.num_seqs == case.size:
             return executor.profile(step)
         scheduler.commit(step.id, outputs.tokens)

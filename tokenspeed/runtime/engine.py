@@ -12,13 +12,16 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed import _native
 from tokenspeed.errors import EngineClosedError, QueueFullError, UsageError
-from tokenspeed.runtime.executor import DeviceError, StepOutputs
+from tokenspeed.runtime import trace
+from tokenspeed.runtime.engine_info import EngineStats, info_of
+from tokenspeed.runtime.executor import DeviceError, InFlight, StepOutputs
+from tokenspeed.runtime.guard import HostTimes, after_ready
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.loader import load as load_artifact
 from tokenspeed.runtime.request import EngineEvent, EventSink, FinishReason, SamplingParams, TokenLogprobs
@@ -32,48 +35,37 @@ MAX_WAITING = 1024
 """Requests that may wait when no other limit is given; one more is refused with QueueFullError."""
 
 
-@dataclass(frozen=True)
-class EngineInfo:
-    """What the engine serves and within which limits."""
-
-    model: str
-    target: str
-    dtype: str
-    numerics: str
-    vocab_size: int
-    max_model_len: int
-    max_num_seqs: int
-    max_prefill_tokens: int
-    max_top_logprobs: int
-    page_size: int
-    num_pages: int
-    threads: int
-    artifact_digest: str
-
-
-@dataclass
-class EngineStats:
-    """A snapshot. Counters run from the engine's start; ``device`` holds the device's own counters."""
-
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    steps: int
-    prompt_tokens: int
-    generation_tokens: int
-    preemptions: int
-    device: dict[str, Any] = field(default_factory=dict)
-
-
-@dataclass
+@dataclass(slots=True)
 class _Live:
     """A request that the scheduler holds."""
 
     sink: EventSink
     params: SamplingParams
-    eos_token_ids: frozenset[int]
     prompt_logprobs: list[TokenLogprobs | None] | None
+    asks_logprobs: bool
+
+
+@dataclass(slots=True)
+class _Running:
+    """A step in flight, and when (seconds) its parts were done. ``started`` is the error if it could not start."""
+
+    step: Any
+    started: InFlight | DeviceError
+    began: float
+    planned: float
+    submitted: float
+
+    def finished(self, times: HostTimes, done: float, committed: float) -> None:
+        """Note where the host's time went: of a step that was done at ``done`` and is ``committed`` now."""
+        step = self.step
+        plan, submit, commit = self.planned - self.began, self.submitted - self.planned, committed - done
+        times.add(step.num_seqs, plan, submit, commit)
+        if (running := trace.current()) is not None:
+            sizes = {"step": step.id, "tokens": step.num_tokens, "seqs": step.num_seqs}
+            running.add("plan", self.began, self.planned, **sizes)
+            running.add("submit", self.planned, self.submitted, **sizes)
+            running.add("commit", done, committed, **sizes)
+            running.add("step", self.submitted, done, track=trace.DEVICE_TRACK, **sizes)
 
 
 @dataclass(frozen=True)
@@ -109,7 +101,7 @@ class Engine:
             raise UsageError(f"max_waiting is {max_waiting}; it must be at least 1")
         self.tokenizer = loaded.tokenizer
         self.loaded = loaded
-        self.info = _info(loaded)
+        self.info = info_of(loaded)
         self._executor = loaded.executor
         self._config = _native.SchedulerConfig(
             max_num_seqs=min(envelope.max_num_seqs, step_tokens),
@@ -120,10 +112,17 @@ class Engine:
             num_pages=loaded.num_pages,
             # The limit is kept in submit(); preempted requests wait too, and none of them may be refused for it.
             max_waiting=max_waiting + envelope.max_num_seqs,
+            max_in_flight=loaded.executor.io_sets,
         )
         self._scheduler = self.new_scheduler()
         self._max_waiting = max_waiting
         self._live: dict[int, _Live] = {}
+        self._num_asking_logprobs = 0  # live requests that asked for log-probabilities
+        self._in_flight: deque[_Running] = deque()
+        self._committed: deque[tuple[Sequence[tuple[int, int, str | None]], dict[int, TokenLogprobs]]] = deque()
+        self.host_times = HostTimes()
+        self.failure: str | None = None
+        self._watchers: list[Callable[[str], None]] = []
         self._inbox: deque[_Submission | int] = deque()  # submissions, and ids to abort, in order of arrival
         self._wake = threading.Condition()
         self._next_id = 0
@@ -190,7 +189,8 @@ class Engine:
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             stop_token_ids=sorted(stop_ids),
         )
-        live = _Live(sink, params, stop_ids, None if params.prompt_logprobs is None else [None])
+        asks_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
+        live = _Live(sink, params, None if params.prompt_logprobs is None else [None], asks_logprobs)
         with self._wake:
             if self._closing:
                 raise EngineClosedError("the engine is shutting down and takes no new requests")
@@ -208,6 +208,15 @@ class Engine:
             self._inbox.append(request_id)
             self._wake.notify()
 
+    def watch(self, watcher: Callable[[str], None]) -> None:
+        """Have ``watcher`` called, on the engine's thread, with why the engine failed, should it do so (or has)."""
+        with self._wake:
+            failure = self.failure
+            if failure is None:
+                self._watchers.append(watcher)
+        if failure is not None:
+            watcher(failure)
+
     def stats(self) -> EngineStats:
         """A snapshot of load and counters."""
         s = self._scheduler
@@ -220,7 +229,9 @@ class Engine:
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             preemptions=s.num_preemptions,
-            device=dict(self._executor.device.counters()),
+            device=(device := dict(self._executor.device.counters())),
+            after_ready=after_ready(device),
+            host=self.host_times.to_json(),
         )
 
     def generate(
@@ -274,23 +285,36 @@ class Engine:
             while self._wait_for_work():
                 self._take_inbox()
                 self._step()
-        except BaseException as e:  # a bug of ours: every request hears of it, and `alive` turns false
+        except DeviceError as e:  # of a device that is lost: no step will run any more
+            reason, error = FinishReason.ERROR, f"the device is lost: {e}"
+        except BaseException as e:  # a bug of ours
             reason, error = FinishReason.ERROR, f"the engine failed: {e!r}"
             raise
         finally:
             with self._wake:
                 self._closing = self._stopped = True
                 self._take_inbox_after_stop()
+            self._publish_committed()
             for request_id in list(self._live):
                 self._end(request_id, reason, error)
+            self._fail(error)
             with self._wake:
                 self._wake.notify_all()
+
+    def _fail(self, error: str | None) -> None:
+        """The engine's thread is about to end; with an error, whoever watches is told."""
+        with self._wake:
+            self.failure = error
+            watchers, self._watchers = self._watchers, []
+        if error is not None:
+            for watcher in watchers:
+                watcher(error)
 
     def _wait_for_work(self) -> bool:
         with self._wake:
             if not (self._live or self._inbox):
                 self._wake.notify_all()  # whoever waits in close()
-            self._wake.wait_for(lambda: self._live or self._inbox or self._stopped)
+            self._wake.wait_for(lambda: self._live or self._inbox or self._in_flight or self._stopped)
             return not self._stopped
 
     def _take_inbox(self) -> None:
@@ -298,10 +322,11 @@ class Engine:
             item = self._inbox.popleft()
             if isinstance(item, int):
                 if item in self._live:
+                    self._publish_committed()
                     self._scheduler.abort(item)
                     self._end(item, FinishReason.ABORT)
                 continue
-            self._live[item.request_id] = item.live
+            self._keep(item.request_id, item.live)
             try:
                 self._scheduler.submit(item.request_id, list(item.prompt_ids), item.params)
             except (ValueError, _native.QueueFull) as e:  # that request's own fault: it ends, others go on
@@ -312,59 +337,128 @@ class Engine:
     def _take_inbox_after_stop(self) -> None:
         for item in self._inbox:
             if isinstance(item, _Submission):
-                self._live[item.request_id] = item.live
+                self._keep(item.request_id, item.live)
         self._inbox.clear()
 
     def _step(self) -> None:
+        """Start the next step, tell of the one before, and take the results of the oldest once enough are in flight.
+
+        With two io sets the device has its next step before this thread looks at the last one's results; with one
+        it waits for them.
+        """
+        step = self._start_step()
+        self._publish_committed()
+        if self._in_flight and (step is None or len(self._in_flight) == self._executor.io_sets):
+            self._finish_oldest()
+
+    def _start_step(self) -> Any:
+        """Plan a step and give it to the device; None when there is nothing to do now."""
+        began = time.perf_counter()
         step = self._scheduler.next_step()
         if step is None:
-            return
+            return None
+        planned = time.perf_counter()
         try:
-            outputs = self._executor.wait(self._executor.submit(step), step.num_logit_rows)
+            started: InFlight | DeviceError = self._executor.submit(step)
         except DeviceError as e:
+            if is_lost(e):
+                raise
+            started = e  # its requests end when its turn comes: steps end in order
+        submitted = time.perf_counter()
+        self._in_flight.append(_Running(step, started, began, planned, submitted))
+        return step
+
+    def _finish_oldest(self) -> None:
+        running = self._in_flight.popleft()
+        step = running.step
+        try:
+            if not isinstance(running.started, InFlight):
+                raise running.started
+            outputs = self._executor.wait(running.started)
+        except DeviceError as e:
+            if is_lost(e):
+                raise
             for request_id in self._scheduler.fail_step(step.id):
                 self._end(request_id, FinishReason.ERROR, f"the device failed: {e}")
             return
+        done = time.perf_counter()
         drawn = self._scheduler.commit(step.id, outputs.tokens)
+        # Read now: the step after the next one writes to the same place.
+        logprobs = self._collect_logprobs(step, outputs) if self._num_asking_logprobs else {}
+        committed = time.perf_counter()
+        self._committed.append((drawn, logprobs))
         self._steps += 1
-        self._publish(step, outputs, drawn)
+        running.finished(self.host_times, done, committed)
+        if self._executor.io_sets == 1:
+            self._publish_committed()
 
-    def _publish(self, step: Any, outputs: StepOutputs, drawn: Iterable[tuple[int, int, str | None]]) -> None:
-        """Turn a committed step into events: prompt log-probabilities first, then each drawn token."""
-        row_of: dict[int, int] = {}
-        if any(live.params.logprobs is not None or live.prompt_logprobs is not None for live in self._live.values()):
-            for row, (request_id, is_prompt_row, _) in enumerate(step.rows):
-                if not is_prompt_row:
-                    row_of[request_id] = row
-                elif (waiting := self._live.get(request_id)) and waiting.prompt_logprobs is not None:
-                    waiting.prompt_logprobs.append(_logprobs(outputs, row, waiting.params.prompt_logprobs or 0))
-        for request_id, token, finish in drawn:
+    def _collect_logprobs(self, step: Any, outputs: StepOutputs) -> dict[int, TokenLogprobs]:
+        """Of the drawn rows, by request; those of prompt rows go to their request."""
+        found: dict[int, TokenLogprobs] = {}
+        for row, (request_id, is_prompt_row, _) in enumerate(step.rows):
             live = self._live.get(request_id)
             if live is None:
                 continue
+            if not is_prompt_row:
+                if live.params.logprobs is not None:
+                    found[request_id] = _logprobs(outputs, row, live.params.logprobs)
+            elif live.prompt_logprobs is not None:
+                live.prompt_logprobs.append(_logprobs(outputs, row, live.params.prompt_logprobs or 0))
+        return found
+
+    def _publish_committed(self) -> None:
+        """Turn committed steps into events. The device may run the next step meanwhile."""
+        while self._committed:
+            began = time.perf_counter()
+            drawn, logprobs = self._committed.popleft()
+            self._publish(drawn, logprobs)
+            self.host_times.publish.add(time.perf_counter() - began)
+
+    def _publish(self, drawn: Sequence[tuple[int, int, str | None]], logprobs: dict[int, TokenLogprobs]) -> None:
+        live_requests = self._live
+        for request_id, token, finish in drawn:
+            live = live_requests.get(request_id)
+            if live is None:
+                continue
             self._generation_tokens += 1
-            logprobs: tuple[TokenLogprobs, ...] = ()
-            if live.params.logprobs is not None:
-                logprobs = (_logprobs(outputs, row_of[request_id], live.params.logprobs),)
+            if finish is None and not live.asks_logprobs:
+                live.sink(EngineEvent(request_id, (token,)))
+                continue
             prompt_logprobs, live.prompt_logprobs = live.prompt_logprobs, None
             reason = None if finish is None else FinishReason(finish)
             if reason is not None:
-                del self._live[request_id]
+                self._forget(request_id)
             live.sink(
                 EngineEvent(
                     request_id,
                     token_ids=(token,),
-                    logprobs=logprobs,
+                    logprobs=(logprobs[request_id],) if request_id in logprobs else (),
                     prompt_logprobs=prompt_logprobs,
                     finish_reason=reason,
                     stop_token_id=token if reason is FinishReason.STOP else None,
                 )
             )
+        trace.mark("first token", once=True)
 
-    def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
+    def _keep(self, request_id: int, live: _Live) -> None:
+        self._live[request_id] = live
+        self._num_asking_logprobs += live.asks_logprobs
+
+    def _forget(self, request_id: int) -> _Live | None:
         live = self._live.pop(request_id, None)
         if live is not None:
+            self._num_asking_logprobs -= live.asks_logprobs
+        return live
+
+    def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
+        live = self._forget(request_id)
+        if live is not None:
             live.sink(EngineEvent(request_id, finish_reason=reason, error=error))
+
+
+def is_lost(error: Exception) -> bool:
+    """Whether a device has stopped working for good."""
+    return isinstance(error, _native.DeviceLostError)
 
 
 def _logprobs(outputs: StepOutputs, row: int, top: int) -> TokenLogprobs:
@@ -374,26 +468,6 @@ def _logprobs(outputs: StepOutputs, row: int, top: int) -> TokenLogprobs:
         outputs.logprob[row],
         outputs.rank[row],
         tuple((outputs.top_ids[i], outputs.top_logprobs[i]) for i in range(at, at + top)),
-    )
-
-
-def _info(loaded: Loaded) -> EngineInfo:
-    manifest = loaded.artifact.manifest
-    envelope = manifest.envelope
-    return EngineInfo(
-        model=envelope.model,
-        target=loaded.section.target,
-        dtype=envelope.dtype,
-        numerics=envelope.numerics,
-        vocab_size=manifest.model.vocab_size,
-        max_model_len=envelope.max_model_len,
-        max_num_seqs=envelope.max_num_seqs,
-        max_prefill_tokens=envelope.max_prefill_tokens,
-        max_top_logprobs=MAX_TOP_LOGPROBS,
-        page_size=envelope.page_size,
-        num_pages=loaded.num_pages,
-        threads=loaded.threads,
-        artifact_digest=loaded.artifact.digest,
     )
 
 

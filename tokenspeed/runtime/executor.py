@@ -1,5 +1,5 @@
-"""The executor: Step -> tokens. It copies a step's inputs into the io region, picks the bucket's LaunchGraph
-and runs it on the device; it knows nothing of requests, and the scheduler knows nothing of it."""
+"""The executor: Step -> tokens. It copies a step's inputs into an io set, picks the bucket's LaunchGraph and starts
+it on the device; it knows nothing of requests, and the scheduler knows nothing of it."""
 
 from __future__ import annotations
 
@@ -9,26 +9,43 @@ from typing import Any, Protocol
 
 from tokenspeed import _native
 from tokenspeed.artifact import TargetSection
-from tokenspeed.bucket import BucketTable
-from tokenspeed.step import INPUTS, PlacedTensor
+from tokenspeed.bucket import Bucket, BucketTable
+from tokenspeed.step import INPUTS, OUTPUTS, STEP_SIZES, align
 
+IO_SET_ALIGNMENT = 4096
+"""Bytes to which each of a device's io sets is aligned: a memory page."""
 _FORMATS: dict[str, Any] = {"int32": "i", "int64": "q", "uint64": "Q", "float32": "f"}
+
+DeviceError = _native.DeviceError
 
 
 class Step(Protocol):
-    """What the scheduler plans: sizes, and one buffer per tensor of ``tokenspeed.step.INPUTS``."""
+    """What the scheduler plans: sizes, and the inputs of ``tokenspeed.step``, which it copies to their offsets."""
 
+    @property
+    def id(self) -> int: ...
     @property
     def num_tokens(self) -> int: ...
     @property
     def num_seqs(self) -> int: ...
     @property
     def num_logit_rows(self) -> int: ...
+    def copy_to(self, io: memoryview, offsets: Sequence[int], /) -> None: ...
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
+class InFlight:
+    """A step that the device has been given."""
+
+    ticket: Any
+    io_set: int
+    num_logit_rows: int
+
+
+@dataclass(slots=True)
 class StepOutputs:
-    """Views of the io region, valid until the next submit. ``tokens`` is int32[num_logit_rows]."""
+    """Views of the step's io set, valid until that set is used again. ``tokens`` is int32[num_logit_rows], ``logprob``
+    and ``rank`` have max_logit_rows entries, the others MAX_TOP_LOGPROBS times as many."""
 
     tokens: memoryview
     logprob: memoryview
@@ -44,54 +61,70 @@ class Executor:
         device: a device whose regions are allocated and whose graphs are loaded.
         section: the artifact's section for the device's target.
         graphs: device handles of the LaunchGraphs, parallel to ``section.buckets``.
+        io_sets: sets of inputs and outputs that the device has, and so the steps that may be in flight. A step uses
+            the set of its id modulo this number.
     """
 
-    def __init__(self, device: Any, section: TargetSection, graphs: Sequence[int]):
+    def __init__(self, device: Any, section: TargetSection, graphs: Sequence[int], io_sets: int = 1):
         self.device = device
-        io = _tensor_views(device.view("io"), section.io)
-        self._inputs = [(tensor.name, io[tensor.name]) for tensor in INPUTS]
-        self._outputs = io
+        self.io_sets = io_sets
+        io = device.view("io")
+        distance = align(section.io_bytes, IO_SET_ALIGNMENT)
+        self._sets = [io[i * distance : i * distance + section.io_bytes] for i in range(io_sets)]
+        placed = {tensor.name: tensor for tensor in section.io}
+        self._offsets = [placed[tensor.name].offset for tensor in (STEP_SIZES, *INPUTS)]
+        self._outputs = []
+        for io_set in self._sets:
+            views = {}
+            for tensor in OUTPUTS:
+                at = placed[tensor.name]
+                views[tensor.name] = io_set[at.offset : at.offset + at.nbytes].cast(_FORMATS[at.dtype])
+            self._outputs.append(views)
         self._buckets = BucketTable(entry.bucket for entry in section.buckets)
         self._graphs = {entry.bucket: graph for entry, graph in zip(section.buckets, graphs, strict=True)}
+        self._graph_of_decodes: dict[int, int] = {}
 
-    def submit(self, step: Step) -> Any:
-        """Start ``step``; returns a ticket for ``wait``."""
-        self._stage(step)
-        return self.device.submit(self.graph_for(step), step.num_tokens, step.num_seqs, step.num_logit_rows)
+    def submit(self, step: Step) -> InFlight:
+        """Start ``step`` behind those in flight. The step that used its io set before must have been waited for."""
+        io_set = step.id % self.io_sets
+        step.copy_to(self._sets[io_set], self._offsets)
+        tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_logit_rows
+        # The last argument: number of the io set on a GPU, its offset (always 0: there is one) on a CPU.
+        return InFlight(self.device.submit(self.graph_for(step), tokens, seqs, rows, io_set), io_set, rows)
 
     def profile(self, step: Step) -> list[tuple[str, float]]:
-        """Run ``step`` once, timing each node: (name, seconds) in order."""
-        self._stage(step)
-        rows = self.device.profile(self.graph_for(step), step.num_tokens, step.num_seqs, step.num_logit_rows)
+        """Run ``step`` once, timing each node: (name, seconds) in order. Nothing else may be in flight."""
+        io_set = step.id % self.io_sets
+        step.copy_to(self._sets[io_set], self._offsets)
+        sizes = step.num_tokens, step.num_seqs, step.num_logit_rows
+        rows = self.device.profile(self.graph_for(step), *sizes, io_set)
         return [(str(name), float(seconds)) for name, seconds in rows]
 
-    def _stage(self, step: Step) -> None:
-        for name, destination in self._inputs:
-            source = memoryview(getattr(step, name))
-            destination[: len(source)] = source
-
-    def wait(self, ticket: Any, num_logit_rows: int) -> StepOutputs:
-        """Block until the step of ``ticket`` is done. Raises _native.DeviceError if the device failed."""
-        self.device.wait(ticket)
-        io, rows = self._outputs, num_logit_rows
+    def wait(self, step: InFlight) -> StepOutputs:
+        """Block until ``step`` is done. Raises _native.DeviceError if the device failed."""
+        self.device.wait(step.ticket)
+        io = self._outputs[step.io_set]
         return StepOutputs(
-            io["out_token"][:rows],
-            io["out_logprob"][:rows],
-            io["out_rank"][:rows],
+            io["out_token"][: step.num_logit_rows],
+            io["out_logprob"],
+            io["out_rank"],
             io["out_top_ids"],
             io["out_top_logprobs"],
         )
 
-    def graph_for(self, step: Step) -> int:
-        """The LaunchGraph of the smallest bucket that holds ``step``; the build proved that there is one."""
+    def bucket_for(self, step: Step) -> Bucket:
+        """The smallest bucket that holds ``step``; the build proved that there is one."""
         decode_only = step.num_tokens == step.num_seqs == step.num_logit_rows
         bucket = self._buckets.find(step.num_tokens, step.num_seqs, step.num_logit_rows, decode_only=decode_only)
         assert bucket is not None, f"no bucket holds {step.num_tokens} tokens of {step.num_seqs} sequences"
-        return self._graphs[bucket]
+        return bucket
 
-
-def _tensor_views(region: memoryview, tensors: Sequence[PlacedTensor]) -> dict[str, memoryview]:
-    return {t.name: region[t.offset : t.offset + t.nbytes].cast(_FORMATS[t.dtype]) for t in tensors}
-
-
-DeviceError = _native.DeviceError
+    def graph_for(self, step: Step) -> int:
+        """The LaunchGraph of ``bucket_for(step)``."""
+        tokens = step.num_tokens
+        if tokens == step.num_seqs == step.num_logit_rows:  # nearly every step, so remembered
+            graph = self._graph_of_decodes.get(tokens)
+            if graph is None:
+                graph = self._graph_of_decodes[tokens] = self._graphs[self.bucket_for(step)]
+            return graph
+        return self._graphs[self.bucket_for(step)]

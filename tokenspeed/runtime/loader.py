@@ -1,6 +1,7 @@
 """The loader: verify an artifact, place its regions, read the weights, resolve the LaunchGraphs.
 
-After ``load`` the device is sealed: no allocation, no graph, no weight enters it again.
+After ``load`` the device is sealed: no allocation, no graph, no weight enters it again. What does not depend on one
+another passes at the same time: hashing and the tokenizer beside the device, and there weights beside graphs.
 """
 
 from __future__ import annotations
@@ -15,27 +16,35 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed import _native
-from tokenspeed.artifact import Artifact, TargetSection, choose_target
+from tokenspeed.artifact import Artifact, TargetSection
 from tokenspeed.errors import ArtifactError, ResourceError, UsageError
+from tokenspeed.runtime import trace
 from tokenspeed.runtime.executor import Executor
+from tokenspeed.runtime.places import Place, choose_place
 from tokenspeed.runtime.tokenizer import Tokenizer
-from tokenspeed.target import Target, runnable_targets
+from tokenspeed.target import Target
 
-KV_SHARE_OF_MEMORY = 0.25
-"""Share of the memory left after weights and arena that KV pages may take when no size is given. The operating
-system hands the pages out as they are first used."""
 SETTLE_NICENESS = 10
 """Scheduling priority of weights that settle beside requests: about a tenth of a core while the workers want all."""
+POLL_SECONDS = 1e-4
+TOKENIZER = "tokenizer/tokenizer.json"
+LARGE_TOKENIZER_BYTES = 4 << 20
+"""The library that parses tokenizers keeps the interpreter's lock meanwhile: a quarter of a second for a vocabulary of
+100000. One that is larger than this waits until the weights stream, which needs no lock."""
+GPU_KERNEL_LIBRARY = ("triton", 1)
+"""Name and ABI of the kernels that GPU sections bring along."""
 
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How to load. ``threads`` None uses every core this process may use; ``kv_gib`` None sizes the KV pages from
-    free memory; ``verify`` is one of tokenspeed.artifact.VERIFY_LEVELS. Weights begin as pages of the artifact's
-    file, and settle in memory of their own: ``settle`` waits for that, otherwise it goes on beside the first
-    requests, which makes ready sooner and the first second slower."""
+    """How to load. ``target`` None takes the best that this machine runs, and ``device`` None its first GPU of that
+    kind; ``threads`` None uses every core this process may use; ``kv_gib`` None sizes the KV pages from free memory;
+    ``verify`` is one of tokenspeed.artifact.VERIFY_LEVELS. On a CPU weights begin as pages of the artifact's file, and
+    settle in memory of their own: ``settle`` waits for that, otherwise it goes on beside the first requests, which
+    makes ready sooner and the first second slower."""
 
     target: Target | None = None
+    device: int | None = None
     threads: int | None = None
     kv_gib: float | None = None
     verify: str = "quick"
@@ -45,8 +54,8 @@ class LoadOptions:
 
 @dataclass
 class Loaded:
-    """A model in memory, ready to run steps. ``seconds`` says where the time went; ``weights`` and ``tokenizer``
-    pass at the same time, and ``weights`` ends with a wait for the interpreter's lock."""
+    """A model in memory, ready to run steps. ``seconds`` says where the time went; parts pass at the same time, and
+    those that end with a wait for the interpreter's lock include it. ``place`` names the device for people."""
 
     artifact: Artifact
     section: TargetSection
@@ -54,6 +63,7 @@ class Loaded:
     tokenizer: Tokenizer
     num_pages: int
     threads: int
+    place: str
     seconds: dict[str, float] = field(default_factory=dict)
 
 
@@ -62,53 +72,170 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
 
     Raises:
         ArtifactError: missing, damaged, or built for other machines.
-        ResourceError: not enough memory for one sequence of max_model_len.
+        ResourceError: not enough memory for one sequence of max_model_len, or a GPU that cannot be used.
+        UsageError: an option that makes no sense here.
     """
     options = options or LoadOptions()
     seconds: dict[str, float] = {}
-    with _timed(seconds, "verify"):
+    with trace.span("open artifact"):
         artifact = Artifact.open(Path(path))
-        section = choose_target(artifact.manifest, runnable_targets(), options.target)
-        _check_kernels(section)
-        artifact.verify(options.verify)
-    threads = options.threads or len(os.sched_getaffinity(0))
-    num_pages = plan_pages(artifact, section, options.kv_gib)
+    preparation = _Preparation(artifact, options, seconds)
+    verifying = _Background("tokenspeed-verify", lambda: _verify(artifact, options.verify, seconds))
+    preparing = _Background("tokenspeed-device", preparation.run)
     try:
-        device = _native.CpuDevice(threads, options.pin)
-    except _native.DeviceError as e:
-        raise ResourceError(f"cannot start {threads} worker threads: {e}", hint="lower --threads") from None
-    # The library that parses tokenizers keeps the interpreter's lock meanwhile; mapping weights needs none.
-    weights = _Background("tokenspeed-weights", lambda: _load_weights(device, artifact, section, seconds))
-    with _timed(seconds, "tokenizer"):
-        tokenizer = Tokenizer.from_artifact(artifact)
-    weights.result()
-    with _timed(seconds, "graphs"):
-        _allocate(device, section, num_pages)
-        graphs = [_load_graph(device, artifact, bucket.graph, section.kv_page_bytes) for bucket in section.buckets]
-        device.seal()
+        if artifact.locate(TOKENIZER).bytes > LARGE_TOKENIZER_BYTES:
+            preparation.weights_on_their_way.wait()
+        with _timed(seconds, "tokenizer"):
+            tokenizer = Tokenizer.from_artifact(artifact)
+    finally:
+        preparing.join()
+        verifying.result()  # before any other error: what stumbled over a damaged file says less than its digest
+    preparing.result()
+    place, device = preparation.place, preparation.device
     if options.settle:
         with _timed(seconds, "settle"):
-            device.settle()
+            place.settle(device)
     else:
-        _Background("tokenspeed-settle", lambda: _settle_gently(device))
-    return Loaded(artifact, section, Executor(device, section, graphs), tokenizer, num_pages, threads, seconds)
+        _Background("tokenspeed-settle", lambda: _settle_gently(place, device))
+    return Loaded(
+        artifact,
+        preparation.section,
+        Executor(device, preparation.section, preparation.graphs, place.io_sets),
+        tokenizer,
+        preparation.num_pages,
+        place.threads,
+        place.describe(),
+        seconds,
+    )
+
+
+class _Preparation:
+    """Makes one device ready, on the thread that calls ``run``.
+
+    Attributes:
+        section: what runs.
+        place: where.
+        device: sealed.
+        graphs: handles parallel to ``section.buckets``.
+        num_pages: KV pages.
+        weights_on_their_way: set once their loading has begun, or never will.
+    """
+
+    section: TargetSection
+    place: Place
+    device: Any
+    graphs: list[int]
+    num_pages: int
+
+    def __init__(self, artifact: Artifact, options: LoadOptions, seconds: dict[str, float]):
+        self._artifact = artifact
+        self._options = options
+        self._seconds = seconds
+        self.weights_on_their_way = threading.Event()
+
+    def run(self) -> None:
+        try:
+            self._run()
+        finally:
+            self.weights_on_their_way.set()
+
+    def _run(self) -> None:
+        options, manifest = self._options, self._artifact.manifest
+        with _timed(self._seconds, "choose"):
+            self.section, self.place = choose_place(
+                manifest, options.target, options.device, threads=options.threads, pin=options.pin
+            )
+            _check_kernels(self.section)
+        with _timed(self._seconds, "open"):
+            self.device = self.place.open()
+        self.num_pages = plan_pages(
+            self._artifact, self.section, options.kv_gib, self.place, self.place.available(self.device)
+        )
+        weights = _Background("tokenspeed-weights", self._load_weights)
+        try:
+            self._wait_for_weights_region(weights)
+            self.weights_on_their_way.set()
+            self._allocate()
+            with _timed(self._seconds, "modules"):
+                self._load_binaries()
+            with _timed(self._seconds, "graphs"):
+                self.graphs = [self._load_graph(bucket.graph) for bucket in self.section.buckets]
+        finally:
+            weights.join()
+        weights.result()
+        self.device.seal()
+        self._trace_driver()
+
+    def _trace_driver(self) -> None:
+        """What the driver did is part of the trace: a GPU notes it itself."""
+        current = trace.current()
+        if current is not None and hasattr(self.device, "spans"):
+            for what, start, seconds in self.device.spans():
+                current.add(what, start, start + seconds, track=trace.DRIVER_TRACK)
+
+    def _load_weights(self) -> None:
+        section = self.section
+        at = self._artifact.locate(section.weights)
+        if section.weights_offset + section.weights_bytes > at.bytes:
+            raise ArtifactError(f"{section.weights} is too short: the manifest places weights beyond its end")
+        try:
+            with _timed(self._seconds, "weights"):
+                self.device.load_weights(str(at.path), at.offset + section.weights_offset, section.weights_bytes)
+        except _native.DeviceError as e:
+            raise ResourceError(f"cannot load the weights: {e}") from None
+
+    def _wait_for_weights_region(self, weights: _Background) -> None:
+        # Graphs are bound to where weights lie, not to what they hold: on a GPU that is still on its way.
+        with trace.span("place weights"):
+            while not self.device.counters()["regions_allocated"] and weights.running:
+                time.sleep(POLL_SECONDS)
+        if not weights.running:
+            weights.result()
+
+    def _allocate(self) -> None:
+        section, device = self.section, self.device
+        with trace.span("allocate"):
+            try:
+                device.allocate("kv", self.num_pages * section.kv_page_bytes)
+                device.allocate("arena", section.arena_bytes)
+                device.allocate("state", section.state_bytes)
+                self.place.allocate_io(device, section)
+            except _native.DeviceError as e:  # a limit that the place does not see, such as `ulimit -v`
+                raise ResourceError(f"cannot allocate memory: {e}", hint="lower --kv-gib") from None
+
+    def _load_binaries(self) -> None:
+        for binary in self.section.binaries:
+            try:
+                self.device.load_binary(binary.name, self._artifact.read(binary.file))
+            except (_native.GraphError, _native.DeviceError) as e:
+                raise ArtifactError(f"{binary.file} cannot be loaded: {e}", hint="rebuild the artifact") from None
+
+    def _load_graph(self, name: str) -> int:
+        try:
+            return int(self.device.load_graph(self._artifact.read(name), self.section.kv_page_bytes))
+        except _native.GraphError as e:
+            raise ArtifactError(f"{name} cannot be loaded: {e}", hint="rebuild the artifact") from None
 
 
 @contextmanager
 def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
     started = time.perf_counter()
-    yield
+    with trace.span(name):
+        yield
     seconds[name] = time.perf_counter() - started
 
 
-def plan_pages(artifact: Artifact, section: TargetSection, kv_gib: float | None) -> int:
+def plan_pages(artifact: Artifact, section: TargetSection, kv_gib: float | None, place: Place, available: int) -> int:
     """How many KV pages to hold: enough for every sequence at full length, or what memory allows.
 
-    Raises ResourceError when not even one sequence of max_model_len fits, saying what would.
+    Args:
+        available: bytes that the place has for weights, buffers and pages.
+
+    Raises ResourceError when not even one sequence of max_model_len fits, saying by how much and what to change.
     """
     envelope = artifact.manifest.envelope
-    available = available_memory()
     fixed = section.weights_bytes + section.arena_bytes + section.io_bytes + section.state_bytes
+    one_sequence = envelope.pages_per_seq * section.kv_page_bytes
     if kv_gib is not None:
         if not 0 < kv_gib < 1 << 24:
             raise UsageError(f"the KV size is {kv_gib} GiB; it must be above 0 and at most what the memory holds")
@@ -116,85 +243,49 @@ def plan_pages(artifact: Artifact, section: TargetSection, kv_gib: float | None)
         if budget + fixed > available:
             raise ResourceError(
                 f"{_gib(budget)} of KV pages and {_gib(fixed)} of weights and buffers need more than the"
-                f" {_gib(available)} of memory that are free",
+                f" {_gib(available)} of {place.memory} that are free: {_gib(budget + fixed - available)} are missing",
                 hint="lower --kv-gib",
             )
     else:
-        budget = int(max(0, available - fixed) * KV_SHARE_OF_MEMORY)
+        budget = int(max(0, available - fixed) * place.kv_share)
     pages = min(budget // section.kv_page_bytes, envelope.max_num_seqs * envelope.pages_per_seq)
     if pages < envelope.pages_per_seq:
         fits = pages * envelope.page_size
+        if available < fixed:
+            raise ResourceError(
+                f"the model does not fit in {place.memory}: weights and buffers need {_gib(fixed)}, and"
+                f" {_gib(available)} are free: {_gib(fixed - available)} are missing",
+                hint=f"{place.free_hint}, or rebuild with a smaller --max-prefill-tokens",
+            )
         raise ResourceError(
-            f"max_model_len = {envelope.max_model_len} does not fit in memory: one sequence of that length needs"
-            f" {_gib(envelope.pages_per_seq * section.kv_page_bytes)} of KV pages, and {_gib(budget)} may be used"
-            f" ({_gib(available)} of memory are free)",
-            hint=("free memory" if kv_gib is None else "raise --kv-gib")
+            f"max_model_len = {envelope.max_model_len} does not fit in {place.memory}: one sequence of that length"
+            f" needs {_gib(one_sequence)} of KV pages, and {_gib(budget)} may be used ({_gib(available)} are free,"
+            f" {_gib(fixed)} of them go to weights and buffers): {_gib(one_sequence - budget)} are missing",
+            hint=(place.free_hint if kv_gib is None else "raise --kv-gib")
             + (f", or rebuild with `tokenspeed build --max-model-len {fits}`" if fits else ""),
         )
     return int(pages)
 
 
-def available_memory() -> int:
-    """Bytes this process may still use: what the machine has free, within its control group's limit."""
-    available = 1 << 62
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            available = int(line.split()[1]) * 1024
-    group = Path("/sys/fs/cgroup")
-    try:
-        if (limit := (group / "memory.max").read_text().strip()) != "max":
-            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-            used = int((group / "memory.current").read_text()) - int(stat["file"])  # the page cache gives way
-            available = min(available, int(limit) - used)
-    except (OSError, ValueError, KeyError):
-        pass  # no control group of version 2 here
-    return available
-
-
 def _check_kernels(section: TargetSection) -> None:
-    if (section.kernel_library, section.kernel_abi) != ("native", _native.KERNEL_ABI):
+    have = GPU_KERNEL_LIBRARY if Target.parse(section.target).is_gpu else ("native", _native.KERNEL_ABI)
+    if (section.kernel_library, section.kernel_abi) != have:
         raise ArtifactError(
             f"the artifact was built against kernels {section.kernel_library!r} ABI {section.kernel_abi}; this runtime"
-            f" has 'native' ABI {_native.KERNEL_ABI}",
+            f" has {have[0]!r} ABI {have[1]}",
             hint="rebuild the artifact with this version of `tokenspeed build`",
         )
 
 
-def _load_weights(device: Any, artifact: Artifact, section: TargetSection, seconds: dict[str, float]) -> None:
-    at = artifact.locate(section.weights)
-    if section.weights_offset + section.weights_bytes > at.bytes:
-        raise ArtifactError(f"{section.weights} is too short: the manifest places weights beyond its end")
-    try:
-        with _timed(seconds, "weights"):
-            device.load_weights(str(at.path), at.offset + section.weights_offset, section.weights_bytes)
-    except _native.DeviceError as e:
-        raise ResourceError(f"cannot load the weights: {e}") from None
+def _verify(artifact: Artifact, level: str, seconds: dict[str, float]) -> None:
+    with _timed(seconds, "verify"):
+        artifact.verify(level)
 
 
-def _settle_gently(device: Any) -> None:
+def _settle_gently(place: Place, device: Any) -> None:
     # Requests come first; on an idle machine this makes no difference.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), SETTLE_NICENESS)
-    device.settle()
-
-
-def _allocate(device: Any, section: TargetSection, num_pages: int) -> None:
-    for region, nbytes in (
-        ("kv", num_pages * section.kv_page_bytes),
-        ("arena", section.arena_bytes),
-        ("io", section.io_bytes),
-        ("state", section.state_bytes),
-    ):
-        try:
-            device.allocate(region, nbytes)
-        except _native.DeviceError as e:  # a limit that available_memory does not see, such as `ulimit -v`
-            raise ResourceError(f"cannot allocate memory: {e}", hint="lower --kv-gib") from None
-
-
-def _load_graph(device: Any, artifact: Artifact, name: str, kv_page_bytes: int) -> int:
-    try:
-        return int(device.load_graph(artifact.read(name), kv_page_bytes))
-    except _native.GraphError as e:
-        raise ArtifactError(f"{name} cannot be loaded: {e}", hint="rebuild the artifact") from None
+    place.settle(device)
 
 
 class _Background:
@@ -212,6 +303,14 @@ class _Background:
             self._work()
         except BaseException as e:  # carried to the thread that asks for the result
             self._error = e
+
+    def join(self) -> None:
+        """Wait for the end, however it was."""
+        self._thread.join()
+
+    @property
+    def running(self) -> bool:
+        return self._thread.is_alive()
 
     def result(self) -> None:
         """Wait for the end. Raises what ``work`` raised."""

@@ -11,16 +11,19 @@ import socket
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import uvicorn
 import uvloop
 
-from tokenspeed.errors import TokenSpeedError
+from tokenspeed.errors import EngineFailedError, TokenSpeedError
+from tokenspeed.runtime import trace
 from tokenspeed.runtime.async_llm import EngineLike
 from tokenspeed.runtime.server.app import create_app
-from tokenspeed.runtime.server.settings import ServerSettings, seconds_since_exec, url
+from tokenspeed.runtime.server.settings import ServerSettings, url
 from tokenspeed.runtime.server.state import ServerState
 from tokenspeed.runtime.tokenizer import Tokenizer
+from tokenspeed.runtime.trace import seconds_since_exec
 
 FLUSH_TIMEOUT = 2
 """Seconds that finished answers get to reach slow clients at the very end."""
@@ -77,7 +80,11 @@ class HttpServer:
         self.state.startup["web"] = seconds_since_exec()
 
     async def run(self, *, handle_signals: bool = False) -> None:
-        """Serve until ``stop``; returns when drained. Raises what loading the engine raised."""
+        """Serve until ``stop``; returns when drained.
+
+        Raises what loading the engine raised, and EngineFailedError when it failed later; its requests have then
+        been told.
+        """
         with self._signal_handlers() if handle_signals else contextlib.nullcontext():
             serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
             try:
@@ -100,13 +107,35 @@ class HttpServer:
         stopping = asyncio.create_task(self._stop.wait())
         engine = await asyncio.to_thread(self._wait_for_engine)
         self.state.attach(engine, self._tokenizer)
+        failed = self._failure_of(engine)
         if not self._stop.is_set():
             self._ready(engine)
-        await asyncio.wait({stopping, serving}, return_when=asyncio.FIRST_COMPLETED)
+        ends: set[asyncio.Future[Any]] = {stopping, serving, failed}
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         await self._drain()
+        if failed.done():
+            raise EngineFailedError(failed.result(), hint="start the server again; the requests that ran were ended")
+
+    def _failure_of(self, engine: EngineLike) -> asyncio.Future[str]:
+        """Done, with the reason, when the engine fails."""
+        loop = asyncio.get_running_loop()
+        failed: asyncio.Future[str] = loop.create_future()
+
+        def note(reason: str) -> None:
+            if not failed.done():
+                failed.set_result(reason)
+                self.state.drain()
+
+        def on_failure(reason: str) -> None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the server has ended already
+                loop.call_soon_threadsafe(note, reason)
+
+        engine.watch(on_failure)
+        return failed
 
     def _ready(self, engine: EngineLike) -> None:
         self.state.startup["ready"] = ready = seconds_since_exec()
+        trace.mark("ready")
         gc.freeze()  # what was loaded stays: the collector need not walk it again
         gc.enable()
         if self._settings.announce:

@@ -5,11 +5,11 @@ Counters and histograms follow every output; gauges and the engine's own counter
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric, SummaryMetricFamily
 from prometheus_client.registry import Collector
 
 from tokenspeed.runtime.async_llm import EngineLike, Generation
@@ -137,6 +137,15 @@ class _EngineCollector(Collector):
             yield self._family(GaugeMetricFamily, name, text, value)
         yield self._family(CounterMetricFamily, "num_preemptions", "Requests pushed back.", stats.preemptions)
         yield self._family(CounterMetricFamily, "steps", "Forward passes.", stats.steps)
+        for name, value in stats.after_ready.items():
+            yield self._family(
+                CounterMetricFamily,
+                f"after_ready_{name}",
+                f"What a closed runtime never does: {name.replace('_', ' ')} since it was ready.",
+                value,
+                prefix="tokenspeed_",
+            )
+        yield self._host_seconds(stats.host)
         device = GaugeMetricFamily(
             "tokenspeed:device_counter",
             "Counters of the device: those named after_seal stay 0 in a closed runtime.",
@@ -147,9 +156,24 @@ class _EngineCollector(Collector):
                 device.add_metric([self._model, name], value)
         yield device
 
+    def _host_seconds(self, host: Mapping[str, Mapping[str, float]]) -> Metric:
+        family = SummaryMetricFamily(
+            "tokenspeed:step_host_seconds",
+            "Host time of steps by part: plan, submit and commit could keep the device waiting, publish does not.",
+            labels=["model_name", "part"],
+        )
+        for part, times in host.items():
+            family.add_metric([self._model, part], count_value=int(times["count"]), sum_value=times["seconds"])
+        return family
+
     def _family(
-        self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, value: float
+        self,
+        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
+        name: str,
+        text: str,
+        value: float,
+        prefix: str = "tokenspeed:",
     ) -> Metric:
-        family = kind(f"tokenspeed:{name}", text, labels=["model_name"])
+        family = kind(f"{prefix}{name}", text, labels=["model_name"])
         family.add_metric([self._model], value)
         return family

@@ -11,7 +11,9 @@ import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tokenspeed.runtime.server.settings import ServerSettings, bind, seconds_since_exec
+from tokenspeed.runtime import trace
+from tokenspeed.runtime.server.settings import ServerSettings, bind
+from tokenspeed.runtime.trace import seconds_since_exec
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.async_llm import EngineLike
@@ -34,6 +36,7 @@ def serve_loading(
 
     Raises:
         ResourceError: the port is taken.
+        EngineFailedError: the engine failed while serving, as it does when its device is lost.
         TokenSpeedError: whatever ``load`` raises.
     """
     with bind(settings) as listener:
@@ -41,7 +44,8 @@ def serve_loading(
         gc.disable()  # what a start allocates stays: looking for garbage costs a tenth of it and finds none
         loading = _Loading(load, startup)
         try:
-            from tokenspeed.runtime.server import http
+            with trace.span("import web stack"):
+                from tokenspeed.runtime.server import http
 
             server = http.HttpServer(settings, listener, loading.wait, tokenizer, startup)
             http.run(server, handle_signals=True)
@@ -65,7 +69,8 @@ class _Loading(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._engine = self._load()
+            with trace.span("load"):
+                self._engine = self._load()
             self._startup["engine"] = seconds_since_exec()
         except BaseException as e:  # raised again by wait()
             self._error = e

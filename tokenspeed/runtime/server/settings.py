@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import errno
-import os
 import socket
-import time
 from dataclasses import dataclass
 
 from tokenspeed.errors import ResourceError, UsageError
@@ -83,10 +81,3 @@ def url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def seconds_since_exec() -> float:
-    """Seconds since this process started (its resolution is the kernel's clock tick, 10 ms)."""
-    with open("/proc/self/stat", "rb") as f:
-        started_ticks = int(f.read().rsplit(b")", 1)[1].split()[19])
-    return time.clock_gettime(time.CLOCK_BOOTTIME) - started_ticks / os.sysconf("SC_CLK_TCK")

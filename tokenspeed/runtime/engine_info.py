@@ -1,0 +1,68 @@
+"""What an engine says of itself: what it serves, and how it fares."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from tokenspeed.runtime.loader import Loaded
+from tokenspeed.step import MAX_TOP_LOGPROBS
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the engine serves and within which limits."""
+
+    model: str
+    target: str
+    dtype: str
+    numerics: str
+    vocab_size: int
+    max_model_len: int
+    max_num_seqs: int
+    max_prefill_tokens: int
+    max_top_logprobs: int
+    page_size: int
+    num_pages: int
+    device: str
+    threads: int
+    artifact_digest: str
+
+
+@dataclass
+class EngineStats:
+    """A snapshot. Counters run from the engine's start; ``device`` holds the device's own counters, ``after_ready``
+    those of what a closed runtime never does, and ``host`` the host's seconds by part of a step."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    preemptions: int
+    device: dict[str, Any] = field(default_factory=dict)
+    after_ready: dict[str, int] = field(default_factory=dict)
+    host: dict[str, Any] = field(default_factory=dict)
+
+
+def info_of(loaded: Loaded) -> EngineInfo:
+    manifest = loaded.artifact.manifest
+    envelope = manifest.envelope
+    return EngineInfo(
+        model=envelope.model,
+        target=loaded.section.target,
+        dtype=envelope.dtype,
+        numerics=envelope.numerics,
+        vocab_size=manifest.model.vocab_size,
+        max_model_len=envelope.max_model_len,
+        max_num_seqs=envelope.max_num_seqs,
+        max_prefill_tokens=envelope.max_prefill_tokens,
+        max_top_logprobs=MAX_TOP_LOGPROBS,
+        page_size=envelope.page_size,
+        num_pages=loaded.num_pages,
+        device=loaded.place,
+        threads=loaded.threads,
+        artifact_digest=loaded.artifact.digest,
+    )

@@ -1,0 +1,262 @@
+"""Where an artifact can be loaded: this machine's processors, or one of its GPUs.
+
+A place opens its device and answers what the loader asks of either kind, so that loading is one path.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from tokenspeed import _native
+from tokenspeed.artifact import Manifest, TargetSection, choose_target
+from tokenspeed.errors import ArtifactError, ResourceError, UsageError
+from tokenspeed.runtime.drivers import GPU_BACKENDS
+from tokenspeed.step import IO, OUTPUTS, PlacedTensor
+from tokenspeed.target import GPU_TARGETS, Target, runnable_targets
+
+STEPS_IN_FLIGHT = 2
+"""On a GPU: one that runs, and one that waits in its queue for when that ends."""
+GPU_RESERVE_BYTES = 512 << 20
+GPU_RESERVE_SHARE = 0.01
+"""Left free on a GPU: what the driver takes for modules, graphs and local memory, and this share of all memory."""
+_COUNTED_BY = {"T": (0, 0), "S": (1, 0), "S+1": (1, 1), "R": (2, 0)}
+"""By the size of a tensor's first dimension: index into STEP_SCALARS of what a step uses of it, and how many more."""
+KV_SHARE_OF_HOST = 0.25
+"""Share of the host's memory left after weights and arena that KV pages may take when no size is given. The operating
+system hands the pages out as they are first used."""
+
+
+class Place(Protocol):
+    """What the loader asks. ``io_sets`` is also the number of steps that may be in flight."""
+
+    @property
+    def io_sets(self) -> int: ...
+    @property
+    def threads(self) -> int: ...
+    @property
+    def kv_share(self) -> float: ...  # of what is free beside weights and buffers, that KV pages may take
+    @property
+    def memory(self) -> str: ...  # in errors: "memory", "memory of GPU 0"
+    @property
+    def free_hint(self) -> str: ...  # what to do when it is too little
+    def open(self) -> Any: ...
+    def available(self, device: Any) -> int: ...
+    def allocate_io(self, device: Any, section: TargetSection) -> None: ...
+    def settle(self, device: Any) -> None: ...  # moves weights to where they are read fastest, if they are not there
+    def describe(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU as its driver reports it. ``driver_version``: CUDA's 13000 is 13.0."""
+
+    backend: str
+    ordinal: int
+    name: str
+    arch: str
+    total_bytes: int
+    driver_version: int
+
+    @property
+    def target(self) -> Target | None:
+        """The target that it runs; None for an architecture that no artifact can be built for."""
+        for name in (f"{self.backend}:{self.arch}", f"{self.backend}:{self.arch}a"):
+            if name in GPU_TARGETS:
+                return Target.parse(name)
+        return None
+
+    @property
+    def driver(self) -> str:
+        """The driver's version as people write it."""
+        return driver_text(self.backend, self.driver_version)
+
+
+def driver_text(backend: str, version: int) -> str:
+    """The version of a driver as people write it: CUDA 13.0, ROCm 6.4."""
+    if backend == "cuda":
+        return f"CUDA {version // 1000}.{version % 1000 // 10}"
+    return f"ROCm {version // 10_000_000}.{version // 100_000 % 100}"
+
+
+@dataclass
+class Found:
+    """GPUs of some backends, and why a backend has none."""
+
+    gpus: list[Gpu]
+    reasons: dict[str, str]
+
+
+def look_for_gpus(backends: Iterable[str] = GPU_BACKENDS) -> Found:
+    """Ask the drivers of ``backends``, which starts those that are there."""
+    found = Found([], {})
+    for backend in backends:
+        devices, reason = _native.gpu_devices(backend)
+        found.gpus += [Gpu(backend, *device) for device in devices]
+        if not devices:
+            found.reasons[backend] = reason
+    return found
+
+
+def choose_place(
+    manifest: Manifest, wanted: Target | None, ordinal: int | None, *, threads: int | None = None, pin: bool = False
+) -> tuple[TargetSection, Place]:
+    """The section to run and the place for it: a GPU where there is one that the artifact was built for.
+
+    Raises:
+        ArtifactError: the artifact was not built for this machine, or for ``wanted``.
+        UsageError: there is no such GPU.
+        ResourceError: the driver is too old, or the device file of a GPU is there and its driver does not start.
+    """
+    built = dict.fromkeys(Target.parse(s.target).backend for s in manifest.targets)
+    backends = [b for b in GPU_BACKENDS if b in built and (wanted is None or wanted.backend == b)]
+    found = look_for_gpus(backends)
+    if ordinal is not None and (wanted is None or wanted.is_gpu):
+        found.gpus = _with_ordinal(found, ordinal)
+    # Best last: GPUs in the driver's order behind all kinds of CPU.
+    by_target = {gpu.target: gpu for gpu in reversed(found.gpus) if gpu.target is not None}
+    try:
+        section = choose_target(manifest, (*runnable_targets(), *by_target), wanted)
+    except ArtifactError as e:
+        raise _explained(e, found) from None
+    target = Target.parse(section.target)
+    if target.is_gpu:
+        return section, GpuPlace(_with_driver(by_target[target], target))
+    if ordinal is not None:
+        raise UsageError(
+            f"--device {ordinal} asks for a GPU; the target {target} runs on the CPU",
+            hint="leave --device out, or build the artifact for that GPU",
+        )
+    for backend, reason in found.reasons.items():
+        if wanted is None and os.path.exists(GPU_BACKENDS[backend]):  # never serve on the CPU by accident
+            raise ResourceError(
+                f"this machine has a GPU whose driver does not start: {reason}",
+                hint=f"repair the driver, or pass --target {target} to run on the CPU",
+            )
+    return section, CpuPlace(threads, pin)
+
+
+def _with_ordinal(found: Found, ordinal: int) -> list[Gpu]:
+    chosen = [gpu for gpu in found.gpus if gpu.ordinal == ordinal]
+    if not chosen:
+        have = ", ".join(f"{gpu.ordinal} ({gpu.name})" for gpu in found.gpus) or "no GPU"
+        reasons = "".join(f"; {reason}" for reason in found.reasons.values())
+        raise UsageError(f"there is no GPU {ordinal}: have {have}{reasons}", hint="see `tokenspeed doctor`")
+    return chosen
+
+
+def _explained(error: ArtifactError, found: Found) -> ArtifactError:
+    """The error with what is known of the GPUs: which there are, or why there is none."""
+    more = [f"GPU {gpu.ordinal} is {gpu.name}, {gpu.arch}" for gpu in found.gpus] + list(found.reasons.values())
+    return ArtifactError("; ".join([error.message, *more]), hint=error.hint)
+
+
+def _with_driver(gpu: Gpu, target: Target) -> Gpu:
+    if gpu.driver_version < target.gpu.min_driver:
+        raise ResourceError(
+            f"{target} needs a driver of {driver_text(gpu.backend, target.gpu.min_driver)} or later; GPU {gpu.ordinal}"
+            f" ({gpu.name}) has one of {gpu.driver}",
+            hint="update the GPU driver",
+        )
+    return gpu
+
+
+def _extents(io: Sequence[PlacedTensor], names: set[str], *, inside: bool) -> list[tuple[int, int, int, int]]:
+    """What a step uses of the tensors that are (or are not) among ``names``, as ``GpuDevice.bind_io`` takes it: offset,
+    bytes of an item, the size of the step (of STEP_SCALARS, or -1) that counts items, and further items."""
+    declared = {tensor.name: tensor for tensor in IO}
+    extents = []
+    for placed in io:
+        if (placed.name in names) is inside:
+            first = declared[placed.name].shape[0]
+            item_bytes = placed.nbytes // placed.shape[0]
+            scalar, more = _COUNTED_BY[first] if isinstance(first, str) else (-1, first)
+            extents.append((placed.offset, item_bytes, scalar, more))
+    return sorted(extents)
+
+
+class CpuPlace:
+    """This machine's processors. ``threads`` None uses every core this process may use."""
+
+    io_sets = 1
+    kv_share = KV_SHARE_OF_HOST
+    memory = "memory"
+    free_hint = "free memory"
+
+    def __init__(self, threads: int | None, pin: bool):
+        self.threads = threads or len(os.sched_getaffinity(0))
+        self._pin = pin
+
+    def open(self) -> Any:
+        try:
+            return _native.CpuDevice(self.threads, self._pin)
+        except _native.DeviceError as e:
+            raise ResourceError(f"cannot start {self.threads} worker threads: {e}", hint="lower --threads") from None
+
+    def available(self, device: Any) -> int:
+        return available_memory()
+
+    def allocate_io(self, device: Any, section: TargetSection) -> None:
+        device.allocate("io", section.io_bytes)
+
+    def settle(self, device: Any) -> None:
+        device.settle()
+
+    def describe(self) -> str:
+        return f"{self.threads} threads"
+
+
+class GpuPlace:
+    """One GPU."""
+
+    io_sets = STEPS_IN_FLIGHT
+    threads = 0
+    kv_share = 1.0
+
+    def __init__(self, gpu: Gpu):
+        self.gpu = gpu
+        self.memory = f"memory of GPU {gpu.ordinal} ({gpu.name})"
+        self.free_hint = f"end what else runs on GPU {gpu.ordinal}, or choose another one with --device"
+
+    def open(self) -> Any:
+        try:
+            return _native.GpuDevice(self.gpu.backend, self.gpu.ordinal, self.io_sets)
+        except _native.DeviceError as e:
+            raise ResourceError(
+                f"cannot open GPU {self.gpu.ordinal} ({self.gpu.name}): {e}", hint=self.free_hint
+            ) from None
+
+    def available(self, device: Any) -> int:
+        free, total = device.memory()
+        return max(0, int(free) - GPU_RESERVE_BYTES - int(total * GPU_RESERVE_SHARE))
+
+    def allocate_io(self, device: Any, section: TargetSection) -> None:
+        names = {tensor.name for tensor in OUTPUTS}
+        device.allocate_io(min(t.offset for t in section.io if t.name in names), section.io_bytes)
+        device.bind_io(_extents(section.io, names, inside=False), _extents(section.io, names, inside=True))
+
+    def settle(self, device: Any) -> None:
+        pass  # weights on a GPU have nowhere better to be
+
+    def describe(self) -> str:
+        return self.gpu.name
+
+
+def available_memory() -> int:
+    """Bytes this process may still use: what the machine has free, within its control group's limit."""
+    available = 1 << 62
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            available = int(line.split()[1]) * 1024
+    group = Path("/sys/fs/cgroup")
+    try:
+        if (limit := (group / "memory.max").read_text().strip()) != "max":
+            stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used = int((group / "memory.current").read_text()) - int(stat["file"])  # the page cache gives way
+            available = min(available, int(limit) - used)
+    except (OSError, ValueError, KeyError):
+        pass  # no control group of version 2 here
+    return available
