@@ -376,6 +376,42 @@ def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
     return rewritten(self)(*args, **kwargs)
 
 
+_SHAPES: dict[Any, tuple[Any, Any, Any, str]] = {}
+_make_block_type, _make_tensor = tl.block_type.__init__, tl.tensor.__init__
+
+
+def _block_type(self: Any, element_ty: Any, shape: Any) -> None:
+    """block_type's constructor, which otherwise takes a third of the time: it checks and names each shape anew."""
+    key = (element_ty.name, *(tl.core._unwrap_if_constexpr(size) for size in shape))
+    if key not in _SHAPES:
+        _make_block_type(self, element_ty, shape)
+        sample = object.__new__(tl.tensor)
+        _make_tensor(sample, None, self)
+        _SHAPES[key] = (self.shape, self.numel, sample.shape, self.name)
+    self.element_ty = element_ty
+    self.shape, self.numel, self.constant_shape, self.name = _SHAPES[key]
+
+
+def _tensor(self: Any, handle: Any, type: Any) -> None:
+    """tensor's constructor, likewise."""
+    if not hasattr(type, "constant_shape"):
+        _make_tensor(self, handle, type)
+        return
+    self.handle, self.type, self.dtype = handle, type, type.element_ty
+    self.shape, self.numel = type.constant_shape, tl.constexpr(type.numel)
+
+
+_NUMPY_DTYPES: dict[str, np.dtype[Any]] = {}
+_find_numpy_dtype = stock._get_np_dtype
+
+
+def _numpy_dtype(type: Any) -> np.dtype[Any]:
+    """Of a type of the language, likewise."""
+    if type.name not in _NUMPY_DTYPES:
+        _NUMPY_DTYPES[type.name] = _find_numpy_dtype(type)
+    return _NUMPY_DTYPES[type.name]
+
+
 @contextmanager
 def interpreting() -> Iterator[Builder]:
     """While inside, ``triton.language`` computes on NumPy arrays and jit functions can be called. May be nested."""
@@ -393,6 +429,9 @@ def interpreting() -> Iterator[Builder]:
     stock._patch_builtin(tl.math, _BUILDER, scope)
     stock._patch_builtin(tl.core.tensor_descriptor_base, _BUILDER, scope)
     scope.set_attr(tl.tensor, "__index__", lambda self: int(self.handle.data.item()))
+    scope.set_attr(tl.block_type, "__init__", _block_type)
+    scope.set_attr(tl.tensor, "__init__", _tensor)
+    scope.set_attr(stock, "_get_np_dtype", _numpy_dtype)
     for kind in (JITFunction, stock.InterpretedFunction):
         scope.set_attr(kind, "__call__", _call)
     try:
