@@ -109,9 +109,9 @@ def test_the_byte_tokenizer_encodes_every_text_and_decodes_every_id(tmp_path: Pa
 
 def test_a_model_without_weights_is_built_and_generates(tmp_path: Path) -> None:
     directory = shape_only(tmp_path / "shape", tie_word_embeddings=False)
-    seeds, options = (5, 5, 6), {"max_model_len": 64, "max_num_seqs": 2}
     digests = [
-        build(directory, tmp_path / f"out{i}", dummy_weights=seed, **options).digest for i, seed in enumerate(seeds)
+        build(directory, tmp_path / f"out{i}", dummy_weights=seed, max_model_len=64, max_num_seqs=2).digest
+        for i, seed in enumerate((5, 5, 6))
     ]
     assert digests[0] == digests[1] != digests[2]
     greedy = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
