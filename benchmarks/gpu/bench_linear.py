@@ -17,7 +17,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import date
 from multiprocessing import get_context
@@ -27,66 +27,16 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
-import triton
+import step_chain
+from linear_build import HOPPER, Key, compile_all, compile_kernel
 from linear_models import MODELS, Shape
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
-from tokenspeed.kernels.triton import linear
 from tokenspeed.kernels.triton.linear_config import FORMAT_VERSION, Config, candidates, to_json
-from tokenspeed.target import Target
 
-HOPPER = Target("cuda", "sm_90a")
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 COLD_BYTES = 160 << 20
 """Weights that a graph goes through before it meets a copy again: more than twice the L2 of an H200."""
 LARGEST_HEAD_ROWS = 256
-
-Key = tuple[str, int, int, Config]
-"""op, N, K, tile shape: one compiled kernel."""
-
-
-def compile_kernel(key: Key) -> Any:
-    """The compiled kernel of ``key``, from Triton's cache if it is there."""
-    op, n, k, config = key
-    fn = getattr(linear, op)
-    constants: dict[str, Any] = {"N": n, "K": k, "ROWS": 0, "PDL": True, **config.constants(HOPPER)}
-    if op == "linear_silu_mul":
-        constants["F"] = n // 2
-    out = "*bf16" if op == "linear_silu_mul" else "*fp32"
-    types = {"x": "*bf16", "weight": "*bf16", "residual": "*fp32", "out": out, "step_sizes": "*i32"}
-    return compile_source(fn, types, constants, config.num_warps, config.num_stages)
-
-
-def compile_source(fn: Any, types: dict[str, str], constants: dict[str, Any], warps: int, stages: int) -> Any:
-    names = fn.arg_names
-    signature = {name: types.get(name, "constexpr") for name in names}
-    values = {(names.index(name),): value for name, value in constants.items()}
-    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name in types}
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": False, "launch_pdl": True}
-    compiled = triton.compile(
-        ASTSource(fn, signature, values, aligned), target=GPUTarget("cuda", 90, 32), options=options
-    )
-    return compiled
-
-
-def _try_compile(key: Key) -> str:
-    try:
-        compile_kernel(key)
-        return ""
-    except Exception as error:
-        return f"{key[0]} {key[1]}x{key[2]} {key[3]}: {type(error).__name__}: {str(error)[:200]}"
-
-
-def compile_all(pool: Pool, keys: Iterable[Key]) -> set[Key]:
-    """Fill Triton's cache; returns the keys that compile and prints why the others do not."""
-    unique = sorted(set(keys))
-    start = time.perf_counter()
-    problems = pool.map(_try_compile, unique, chunksize=4)
-    for problem in filter(None, problems):
-        print("cannot compile:", problem)
-    print(f"compiled {len(unique)} kernels in {time.perf_counter() - start:.0f} s", flush=True)
-    return {key for key, problem in zip(unique, problems, strict=True) if not problem}
 
 
 @dataclass
@@ -289,8 +239,6 @@ def step(args: argparse.Namespace, pool: Pool) -> dict[str, Any]:
     What is timed is what a step is made of but for attention: per layer norm, qkv, two small kernels (in the place
     of rope and attention), o, norm, gate_up, down; then norm and head. Sweeps how much is prefetched.
     """
-    import step_chain
-
     known = json.loads(Path(args.step).read_text())
     best = {(e["op"], e["N"], e["K"], e["M"]): Config(**e["all"][0]["config"]) for e in known["entries"] if e["all"]}
     plans = []
@@ -306,7 +254,8 @@ def step(args: argparse.Namespace, pool: Pool) -> dict[str, Any]:
     ceilings = bench.ceilings()
     print("ceilings:", ceilings)
     results = step_chain.run(bench, plans, ceilings["read_gb_per_s"], time.perf_counter() + args.budget)
-    return {"device": bench.torch.cuda.get_device_name(), "date": str(date.today()), **ceilings, "steps": results}
+    origin = {"device": bench.torch.cuda.get_device_name(), "date": str(date.today())}
+    return {**origin, **ceilings, "early": args.early, "steps": results}
 
 
 def write_table(path: Path, sources: Sequence[Path]) -> None:
@@ -348,10 +297,13 @@ def main() -> None:
     parser.add_argument("--step", type=Path, help="results whose best choices make up decode steps")
     parser.add_argument("--table", type=Path, help="table to write, from the results of --from")
     parser.add_argument("--from", dest="sources", type=Path, nargs="+", default=[])
+    parser.add_argument("--early", action="store_true", help="with --step: kernels let the next start before they wait")
     args = parser.parse_args()
     if args.table is not None:
         write_table(args.table, args.sources)
         return
+    if args.early:
+        step_chain.let_successors_start_early()
     # The workers never touch the device: they are forked before this process does.
     with get_context("fork").Pool(args.jobs) as pool:
         results = step(args, pool) if args.step is not None else sweep(args, pool)
