@@ -1,0 +1,209 @@
+"""A stand-in for ``_native.GpuDevice``: its interface, and CPU graphs run behind a queue of their own.
+
+It copies what ``bind_io`` names and nothing else, refuses an io set whose step nobody has waited for, and fails or is
+lost at the steps it is told. ``gpu_artifact`` makes an artifact whose GPU section holds a CPU's graphs.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import queue
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenspeed import _native
+from tokenspeed.artifact import DIGEST, MANIFEST
+from tokenspeed.step import align
+
+H200 = (0, "NVIDIA H200", "sm_90", 140 << 30, 13000)
+Extent = tuple[int, int, int, int]
+
+
+class GpuDouble:
+    """See the module. Class attributes are what a test sets; they are read as steps run.
+
+    Attributes:
+        free, total: bytes of memory.
+        fail: numbers of steps, from 1, that fail.
+        lose: number of the step at which the device is lost.
+        gate: steps run only while it is set.
+    """
+
+    free, total = 1 << 30, 2 << 30
+    fail: frozenset[int] = frozenset()
+    lose: int | None = None
+    gate = threading.Event()
+    made: list[GpuDouble]
+
+    def __init__(self, backend: str, ordinal: int, io_sets: int):
+        assert (backend, ordinal) == ("cuda", 0)
+        self._cpu = _native.CpuDevice(1)
+        self._num_sets = io_sets
+        self._queue: queue.SimpleQueue[tuple[int, int, tuple[int, int, int], int] | None] = queue.SimpleQueue()
+        self._done = threading.Condition()
+        self._results: dict[int, BaseException | None] = {}
+        self._busy: dict[int, int] = {}  # io set -> ticket
+        self._tickets = 0
+        self._lost = False
+        self.most_in_flight = 0
+        self.binaries: dict[str, bytes] = {}
+        self.closed = False
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        GpuDouble.made.append(self)
+
+    def memory(self) -> tuple[int, int]:
+        return self.free, self.total
+
+    def load_weights(self, path: str, file_offset: int, nbytes: int) -> None:
+        self._cpu.load_weights(path, file_offset, nbytes)
+
+    def allocate(self, region: str, nbytes: int) -> None:
+        if region == "io":
+            raise _native.DeviceError("region io has parts on the host too: use allocate_io")
+        self._cpu.allocate(region, nbytes)
+
+    def allocate_io(self, input_bytes: int, nbytes: int) -> None:
+        self._cpu.allocate("io", nbytes)
+        self._input_bytes, self._set_bytes = input_bytes, align(nbytes, 4096)
+        self._host = bytearray(b"\xee" * self._set_bytes * self._num_sets)
+
+    def bind_io(self, inputs: Sequence[Extent], outputs: Sequence[Extent]) -> None:
+        assert list(inputs) == sorted(inputs) and list(outputs) == sorted(outputs)
+        assert all(offset < self._input_bytes for offset, *_ in inputs)
+        assert all(offset >= self._input_bytes for offset, *_ in outputs)
+        self._extents = list(inputs), list(outputs)
+
+    def view(self, region: str) -> memoryview:
+        assert region == "io"
+        return memoryview(self._host)
+
+    def load_binary(self, name: str, data: bytes) -> None:
+        if not data.startswith(b"\x7fELF"):
+            raise _native.GraphError(f"the code object '{name}' is damaged: it is no ELF file")
+        self.binaries[name] = data
+
+    def load_graph(self, data: bytes, kv_page_stride: int) -> int:
+        return int(self._cpu.load_graph(data, kv_page_stride))
+
+    def submit(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int) -> int:
+        with self._done:
+            self._require_working()
+            if io_set in self._busy:
+                raise _native.DeviceError(f"io set {io_set} is in use by step {self._busy[io_set]}")
+            self._tickets += 1
+            self._busy[io_set] = self._tickets
+            self.most_in_flight = max(self.most_in_flight, len(self._busy))
+            self._queue.put((self._tickets, graph, (num_tokens, num_seqs, num_logit_rows), io_set))
+            return self._tickets
+
+    def wait(self, ticket: int) -> None:
+        with self._done:
+            self._done.wait_for(lambda: ticket in self._results)
+            error = self._results[ticket]
+            self._busy = {io_set: t for io_set, t in self._busy.items() if t > ticket}
+            if error is not None:
+                raise error
+
+    def profile(
+        self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int
+    ) -> list[tuple[str, float]]:
+        sizes = (num_tokens, num_seqs, num_logit_rows)
+        self._copy(self._extents[0], sizes, io_set, to_device=True)
+        return list(self._cpu.profile(graph, *sizes))
+
+    def seal(self) -> None:
+        self._cpu.seal()
+
+    def counters(self) -> dict[str, Any]:
+        return {**self._cpu.counters(), "modules_loaded_after_seal": 0, "captures_after_seal": 0}
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        return [("driver", 1.0, 0.5), ("context", 1.5, 0.25)]
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self._queue.put(None)
+            if not self._lost:
+                self.gate.set()
+                self._thread.join()
+            self._cpu.close()
+
+    def _require_working(self) -> None:
+        if self._lost:
+            raise _native.DeviceLostError("the GPU has fallen off the bus")
+
+    def _run(self) -> None:
+        while (work := self._queue.get()) is not None:
+            ticket, graph, sizes, io_set = work
+            self.gate.wait()
+            error: BaseException | None = None
+            if self._lost or ticket == self.lose:
+                self._lost = True
+                error = _native.DeviceLostError("the GPU has fallen off the bus")
+            elif ticket in self.fail:
+                error = _native.DeviceError("an illegal instruction")
+            else:
+                self._copy(self._extents[0], sizes, io_set, to_device=True)
+                self._cpu.wait(self._cpu.submit(graph, *sizes))
+                self._copy(self._extents[1], sizes, io_set, to_device=False)
+            with self._done:
+                self._results[ticket] = error
+                self._done.notify_all()
+
+    def _copy(self, extents: list[Extent], sizes: tuple[int, int, int], io_set: int, *, to_device: bool) -> None:
+        device = self._cpu.view("io")
+        host = memoryview(self._host)[io_set * self._set_bytes :]
+        for offset, item_bytes, scalar, extra in extents:
+            nbytes = item_bytes * (extra + (sizes[scalar] if scalar >= 0 else 0))
+            if to_device:
+                device[offset : offset + nbytes] = host[offset : offset + nbytes]
+            else:
+                host[offset : offset + nbytes] = device[offset : offset + nbytes]
+
+
+def install(gpus: Sequence[tuple[int, str, str, int, int]] = (H200,), reason: str = "no driver is installed") -> None:
+    """Give this process GPUs. For tests, undone by ``monkeypatch`` in ``plug_in``; for scripts, for good."""
+    GpuDouble.made, GpuDouble.fail, GpuDouble.lose = [], frozenset(), None
+    GpuDouble.free = GpuDouble.total // 2
+    GpuDouble.gate = threading.Event()
+    GpuDouble.gate.set()
+    _native.GpuDevice = GpuDouble  # type: ignore[misc,assignment]
+    _native.gpu_devices = (  # type: ignore[assignment]
+        lambda backend: (list(gpus), "") if backend == "cuda" and gpus else ([], reason)
+    )
+
+
+def plug_in(monkeypatch: Any, gpus: Sequence[tuple[int, str, str, int, int]] = (H200,), reason: str = "none") -> None:
+    """``install``, until the test is over."""
+    monkeypatch.setattr(_native, "GpuDevice", None)
+    monkeypatch.setattr(_native, "gpu_devices", None)
+    install(gpus, reason)
+
+
+def gpu_artifact(cpu: Path, path: Path, *, keep_cpu: bool = True, target: str = "cuda:sm_90a") -> Path:
+    """A copy of the artifact ``cpu`` whose graphs are also (or only) those of a GPU target, with one binary."""
+    shutil.copytree(cpu, path)
+    (path / "kernels").mkdir()
+    binary = b"\x7fELF and more"
+    (path / "kernels" / "norm.cubin").write_bytes(binary)
+    manifest = json.loads((path / MANIFEST).read_text())
+    section = {
+        **manifest["targets"][0],
+        "target": target,
+        "kernel_library": "triton",
+        "kernel_abi": 1,
+        "binaries": [{"name": "norm", "file": "kernels/norm.cubin"}],
+    }
+    manifest["targets"] = [*(manifest["targets"] if keep_cpu else ()), section]
+    digest = hashlib.sha256(binary).hexdigest()
+    manifest["files"]["kernels/norm.cubin"] = {"bytes": len(binary), "sha256": digest}
+    raw = (json.dumps(manifest) + "\n").encode()
+    (path / MANIFEST).write_bytes(raw)
+    (path / DIGEST).write_text(hashlib.sha256(raw).hexdigest() + "\n")
+    return path
