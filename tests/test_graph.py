@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from lowered import fused_program, lowered
 
 from tokenspeed.errors import ProgramError
-from tokenspeed.graph import Access, Argument, Float, Int, Launch, LaunchGraph, Node, Pointer, Region, StepScalar
+from tokenspeed.graph import Access, Argument, Bytes, Float, Int, Launch, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.graph_verify import ancestor_sets, verify_graph
 
 R, W, RW = Access.READ, Access.WRITE, Access.READ | Access.WRITE
@@ -37,13 +37,14 @@ def chain() -> LaunchGraph:
 
 
 def gpu_chain() -> LaunchGraph:
-    """Two nodes that share a binary, and one of another."""
+    """Two nodes that share a binary, and one of another; the last takes a struct with two addresses."""
     args = (arena(0, 64, RW), Int(-7, 4), Float(0.5, 4))
+    struct_ = Bytes(b"\1\2\3\0" + bytes(12) + b"\4" + bytes(15), ((8, arena(64, 64, R)), (16 + 8, arena(0, 64, W))))
     return LaunchGraph(
         (
             Node("a", "scale", args, (), Launch("scale-01", (7, 2, 1), (128, 1, 1), 4096, programmatic=True)),
             Node("b", "shift", args, (0,), Launch("shift-02", (1, 1, 1), (32, 2, 1), 0, (2, 1, 1))),
-            Node("c", "scale", args, (1,), Launch("scale-01", (9, 1, 3), (128, 1, 1))),
+            Node("c", "scale", (struct_, Int(3, 4)), (1,), Launch("scale-01", (9, 1, 3), (128, 1, 1))),
         )
     )
 
@@ -61,6 +62,16 @@ pointers = st.builds(
     st.integers(1, 2**40),
     st.sampled_from([R, W, RW]),
 )
+
+
+@st.composite
+def structs(draw: Any) -> Bytes:
+    words = draw(st.lists(st.one_of(st.binary(min_size=8, max_size=8), pointers), min_size=1, max_size=5))
+    data = b"".join(word if isinstance(word, bytes) else bytes(8) for word in words)
+    places = tuple((8 * i, word) for i, word in enumerate(words) if isinstance(word, Pointer))
+    return Bytes(data + draw(st.binary(max_size=7)), places)
+
+
 arguments: st.SearchStrategy[Argument] = st.one_of(
     pointers,
     st.builds(Int, st.integers(-(2**63), 2**63 - 1)),
@@ -68,6 +79,7 @@ arguments: st.SearchStrategy[Argument] = st.one_of(
     st.builds(Int, st.integers(-(2**31), 2**31 - 1), st.just(4)),
     st.builds(Float, st.floats(allow_nan=False, allow_infinity=False, width=32), st.just(4)),
     st.builds(StepScalar, st.integers(0, 2)),
+    structs(),
 )
 
 
@@ -106,6 +118,62 @@ def test_the_bytes_of_a_small_graph() -> None:
     body += b"kn"
     header = struct.pack("<4sHHIIIIIIII24x", b"TSLG", 2, 64, 64 + len(body), 1, 0, 1, 4, 0, 2, zlib.crc32(body))
     assert data == header + body
+
+
+def test_the_bytes_of_a_parameter_passed_by_value() -> None:
+    struct_ = Bytes(b"\5\0\0\0" + bytes(4) + bytes(8) + b"\6", ((8, arena(64, 32, W)),))
+    data = LaunchGraph((Node("n", "k", (struct_, Int(1)), (), Launch("b", (1, 1, 1), (32, 1, 1))),)).encode()
+    body = struct.pack("<4I", 0, 1, 1, 1) + struct.pack("<8I", 0, 0, 3, 0, 0, 2, 1, 0)
+    body += struct.pack("<12I", 0, 1, 1, 1, 32, 1, 1, 1, 1, 1, 0, 0)
+    body += struct.pack("<4B4xQQQ", 4, 0, 0, 0, 0, 17, 0) + struct.pack("<4B4xQQQ", 5, 2, 2, 8, 64, 32, 8)
+    body += struct.pack("<4B4xQQQ", 1, 0, 0, 8, 1, 0, 0) + struct_.data + b"kbn"
+    header = struct.pack("<4sHHIIIIIIII", b"TSLG", 2, 64, 64 + len(body), 1, 1, 1, 3, 0, 3, zlib.crc32(body))
+    assert data == header + struct.pack("<I20x", 17) + body
+
+
+def damaged_struct(record: int, field: int, value: int) -> bytes:
+    """gpu_chain() with one field (4 value, 5 extent, 6 last word) of a record of its struct changed."""
+    data = bytearray(gpu_chain().encode())
+    args = 64 + 8 * 2 + 8 * 2 + 3 * (32 + 48)
+    at = args + 32 * (6 + record) + (field if field < 4 else 8 + 8 * (field - 4))
+    if field < 4:
+        data[at] = value
+    else:
+        struct.pack_into("<Q", data, at, value)
+    return resealed(data)
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (damaged_struct(0, 4, 4), "node 'c' arg 0: need bytes from 0 on, have 32 bytes at 4"),
+        (damaged_struct(0, 5, 2**63), "node 'c' arg 0: need bytes from 0 on, have 9223372036854775808 bytes at 0"),
+        (damaged_struct(0, 5, 0), "node 'c' arg 0: need a parameter of 1 byte to 4 GiB, have 0 bytes"),
+        (
+            damaged_struct(0, 5, 31),
+            r"need ascending addresses at multiples of 8 within 31 bytes, have them at \[8, 24\]",
+        ),
+        (damaged_struct(0, 6, 1), "node 'c' arg 0: need zeros in unused bytes, have others"),
+        (damaged_struct(0, 3, 8), "node 'c' arg 0: need zeros in unused bytes, have others"),
+        (damaged_struct(0, 0, 0), "node 'c' arg 0: need a parameter of 8 bytes, or of 4 for a number, have 0"),
+        (damaged_struct(1, 6, 4), "need ascending addresses at multiples of 8 within 32 bytes, have them at"),
+        (damaged_struct(1, 6, 24), "need ascending addresses at multiples of 8 within 32 bytes, have them at"),
+        (damaged_struct(1, 6, 16), "node 'c' arg 0: need zeros where an address goes, have others at 16"),
+        (damaged_struct(1, 6, 2**64 - 8), "need ascending addresses at multiples of 8 within 32 bytes, have them at"),
+        (damaged_struct(1, 5, 0), "node 'c' arg 0: need a region below 5, access 1 to 3 and an aligned range"),
+        (damaged_struct(3, 0, 5), "node 'c' arg 0: need a parameter of 8 bytes, or of 4 for a number, have 4"),
+    ],
+)
+def test_a_damaged_parameter_passed_by_value_is_refused(data: bytes, text: str) -> None:
+    with pytest.raises(ProgramError, match=text):
+        LaunchGraph.decode(data)
+
+
+def test_an_address_needs_bytes_before_it() -> None:
+    data = bytearray(LaunchGraph((Node("n", "k", (arena(0, 64, R),)),)).encode())
+    data[64 + 8 + 32] = 5
+    with pytest.raises(ProgramError, match="node 'n' arg 0: need an address after the bytes that it lies in"):
+        LaunchGraph.decode(resealed(data))
 
 
 def test_every_truncation_and_every_flipped_bit_is_noticed() -> None:
@@ -173,6 +241,15 @@ def test_a_file_of_another_version_says_so() -> None:
         (StepScalar(3), "node 'n' arg 0: need a step scalar below 3, have 3"),
         (arena(2, 4, R), r"node 'n' arg 0: need an aligned range of 64 bits with an access, have arena\[2:6\]r"),
         (arena(0, 4, Access(0)), r"need an aligned range of 64 bits with an access, have arena\[0:4\]-"),
+        (Bytes(b""), "node 'n' arg 0: need a parameter of 1 byte to 4 GiB, have 0 bytes"),
+        (Bytes(bytes(16), ((4, arena(0, 4, R)),)), r"need ascending addresses at multiples of 8 within 16 bytes"),
+        (Bytes(bytes(12), ((8, arena(0, 4, R)),)), r"multiples of 8 within 12 bytes, have them at \[8\]"),
+        (Bytes(bytes(16), ((8, arena(0, 4, R)), (0, arena(0, 4, R)))), r"need ascending addresses at multiples of 8"),
+        (Bytes(b"1" * 16, ((8, arena(0, 4, R)),)), "need zeros where an address goes, have others at 8"),
+        (
+            Bytes(bytes(8), ((0, arena(2, 4, R)),)),
+            r"need an aligned range of 64 bits with an access, have arena\[2:6\]r",
+        ),
     ],
 )
 def test_what_no_file_can_hold_is_not_written(arg: Argument, text: str) -> None:
@@ -198,6 +275,14 @@ def test_a_gpu_graph_prints_itself() -> None:
     lines = str(gpu_chain()).splitlines()
     assert lines[0] == "   0  a = scale<7x2 x 128, 4096 B shared, programmatic>(arena[0:64]rw, -7, 0.5)"
     assert lines[1] == "   1  b = shift<1 x 32x2, clusters 2>(arena[0:64]rw, -7, 0.5)  after 0"
+    assert lines[2] == "   2  c = scale<9x1x3 x 128>(32 bytes {8: arena[64:128]r, 24: arena[0:64]w}, 3)  after 1"
+    assert gpu_chain().to_json()["nodes"][2]["args"][0] == {
+        "hex": "010203" + "00" * 13 + "04" + "00" * 15,
+        "pointers": {
+            "8": {"region": "arena", "offset": 64, "extent": 64, "access": "r"},
+            "24": {"region": "arena", "offset": 0, "extent": 64, "access": "w"},
+        },
+    }
     assert gpu_chain().to_json()["nodes"][0]["launch"] == {
         "binary": "scale-01", "grid": (7, 2, 1), "block": (128, 1, 1), "shared_bytes": 4096, "cluster": (1, 1, 1),
         "programmatic": True,
@@ -236,6 +321,10 @@ def changed(index: int, position: int, arg: Argument) -> LaunchGraph:
     return LaunchGraph(tuple(nodes))
 
 
+def in_struct(*inside: Pointer) -> Bytes:
+    return Bytes(bytes(8 * len(inside)), tuple((8 * i, pointer) for i, pointer in enumerate(inside)))
+
+
 def with_node(index: int, **changes: Any) -> LaunchGraph:
     nodes = list(chain().nodes)
     nodes[index] = replace(nodes[index], **changes)
@@ -259,6 +348,15 @@ def with_node(index: int, **changes: Any) -> LaunchGraph:
         (with_node(2, predecessors=(1, 0)), r"need predecessors in ascending order, each before node 2, have \[1, 0\]"),
         (with_node(2, name="a"), "node 2: need a unique name, have 'a'"),
         (with_node(2, symbol=""), "node 'c': need the symbol of a kernel, have an empty one"),
+        (changed(1, 0, in_struct(arena(1000, 64, R))), "node 'b' arg 0: need 1064 bytes of region arena, have 1024"),
+        (
+            changed(1, 0, in_struct(arena(0, 64, R), arena(32, 64, W))),
+            "node 'b': need args 0 and 0 apart or at one offset",
+        ),
+        (
+            with_node(2, args=(Int(0), in_struct(arena(512, 4, R), arena(64, 64, R))), predecessors=()),
+            r"node 'c' arg 1: need an edge path from node 'b' \(arg 1\), have none",
+        ),
     ],
 )
 def test_the_verifier_names_what_is_unsafe(graph: LaunchGraph, text: str) -> None:

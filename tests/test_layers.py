@@ -18,6 +18,7 @@ LAYERS: dict[str, int] = {
     "tokenspeed.step": 1,
     "tokenspeed.bucket": 2,
     "tokenspeed.graph": 2,
+    "tokenspeed.graph_file": 2,
     "tokenspeed.graph_verify": 3,
     "tokenspeed.device_code": 2,
     "tokenspeed.gpu_verify": 3,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from tokenspeed.errors import ProgramError
-from tokenspeed.graph import POINTER_ALIGNMENT, Argument, LaunchGraph, Node, Pointer, Region, StepScalar
+from tokenspeed.graph import POINTER_ALIGNMENT, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.step import STEP_SCALARS
 
 
@@ -36,7 +36,12 @@ def verify_graph(graph: LaunchGraph, region_sizes: Mapping[Region, int], kv_page
             raise ProgramError(f"node {node.name!r}: need the symbol of a kernel, have an empty one")
         _check_edges(index, node)
         for position, arg in enumerate(node.args):
-            _check_argument(node, position, arg, region_sizes, kv_page_stride)
+            if isinstance(arg, StepScalar) and not 0 <= arg.index < len(STEP_SCALARS):
+                raise ProgramError(
+                    f"node {node.name!r} arg {position}: need a step scalar below {len(STEP_SCALARS)}, have {arg.index}"
+                )
+        for position, pointer in node.pointers():
+            _check_pointer(f"node {node.name!r} arg {position}", pointer, region_sizes, kv_page_stride)
         _check_aliases(node)
     _check_order(graph)
 
@@ -52,14 +57,7 @@ def _check_edges(index: int, node: Node) -> None:
         previous = edge
 
 
-def _check_argument(node: Node, position: int, arg: Argument, sizes: Mapping[Region, int], kv_page_stride: int) -> None:
-    where = f"node {node.name!r} arg {position}"
-    if isinstance(arg, StepScalar):
-        if not 0 <= arg.index < len(STEP_SCALARS):
-            raise ProgramError(f"{where}: need a step scalar below {len(STEP_SCALARS)}, have {arg.index}")
-        return
-    if not isinstance(arg, Pointer):
-        return
+def _check_pointer(where: str, arg: Pointer, sizes: Mapping[Region, int], kv_page_stride: int) -> None:
     have = sizes.get(arg.region, 0)
     limit, unit = (min(have, kv_page_stride), "page of region kv") if arg.region is Region.KV else (have, "")
     if not arg.access:
@@ -75,9 +73,9 @@ def _check_argument(node: Node, position: int, arg: Argument, sizes: Mapping[Reg
 def _check_aliases(node: Node) -> None:
     """Inside one node, bytes that are written may be those of another argument only as a whole (in place)."""
     pointers = list(node.pointers())
-    for i, a in pointers:
-        for j, b in pointers:
-            if i >= j or a.region != b.region or not (a.writes or b.writes) or a.offset == b.offset:
+    for n, (i, a) in enumerate(pointers):
+        for j, b in pointers[n + 1 :]:
+            if a.region != b.region or not (a.writes or b.writes) or a.offset == b.offset:
                 continue
             if a.offset < b.end and b.offset < a.end:
                 raise ProgramError(

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <limits>
 #include <string_view>
+#include <utility>
 
 #include "abi.h"
 #include "device/crc32.h"
@@ -20,8 +21,8 @@ static_assert(std::endian::native == std::endian::little, "the format is read as
 struct Header {
   char magic[4];
   uint16_t version, header_bytes;
-  uint32_t total_bytes, num_symbols, num_binaries, num_nodes, num_args, num_edges, string_bytes, crc;
-  uint8_t zero[24];
+  uint32_t total_bytes, num_symbols, num_binaries, num_nodes, num_args, num_edges, string_bytes, crc, data_bytes;
+  uint8_t zero[20];
 };
 struct NameRecord {
   uint32_t offset, length;
@@ -34,13 +35,15 @@ struct LaunchRecord {
 };
 struct ArgRecord {
   uint8_t kind, region, access, size, zero[4];
-  uint64_t value, extent, zero_end;
+  uint64_t value, extent, last;
 };
 static_assert(sizeof(Header) == 64 && sizeof(NameRecord) == 8 && sizeof(NodeRecord) == 32 &&
               sizeof(LaunchRecord) == 48 && sizeof(ArgRecord) == 32);
 
 constexpr uint16_t kVersion = 2;
 constexpr uint32_t kProgrammatic = 1;
+constexpr uint8_t kAddress = 5;  // kind of a record
+constexpr uint64_t kAddressBytes = 8;
 
 [[noreturn]] void damaged(const std::string& what) {
   throw GraphError("the launch graph is damaged: " + what + ": copy or build the artifact again");
@@ -110,6 +113,8 @@ class Reader {
     graph.symbols = read_names(symbols_, header_.num_symbols, "symbol");
     graph.binaries = read_names(binaries_, header_.num_binaries, "binary");
     graph.nodes.reserve(header_.num_nodes);
+    graph.data.assign(bytes_.begin() + static_cast<std::ptrdiff_t>(data_),
+                      bytes_.begin() + static_cast<std::ptrdiff_t>(data_ + header_.data_bytes));
     std::vector<bool> symbols(header_.num_symbols), binaries(header_.num_binaries);
     for (uint32_t i = 0; i < header_.num_nodes; ++i) {
       graph.nodes.push_back(read_node(i));
@@ -117,9 +122,9 @@ class Reader {
       if (const auto& launch = graph.nodes.back().launch) binaries[launch->binary] = true;
     }
     const auto all = [](const std::vector<bool>& used) { return std::find(used.begin(), used.end(), false) == used.end(); };
-    if (args_seen_ != header_.num_args || edges_seen_ != header_.num_edges || strings_seen_ != header_.string_bytes ||
-        !all(symbols) || !all(binaries)) {
-      damaged("some of its symbols, binaries, arguments, edges or strings belong to no node");
+    if (args_seen_ != header_.num_args || edges_seen_ != header_.num_edges || data_seen_ != header_.data_bytes ||
+        strings_seen_ != header_.string_bytes || !all(symbols) || !all(binaries)) {
+      damaged("some of its symbols, binaries, arguments, edges, data or strings belong to no node");
     }
     return graph;
   }
@@ -188,7 +193,7 @@ class Reader {
   }
 
   void place_sections() {
-    uint64_t end = sizeof(Header);  // no overflow: seven products of 32-bit numbers and small sizes
+    uint64_t end = sizeof(Header);  // no overflow: eight products of 32-bit numbers and small sizes
     symbols_ = end;
     end += uint64_t{header_.num_symbols} * sizeof(NameRecord);
     binaries_ = end;
@@ -201,6 +206,8 @@ class Reader {
     end += uint64_t{header_.num_args} * sizeof(ArgRecord);
     edges_ = end;
     end += uint64_t{header_.num_edges} * sizeof(uint32_t);
+    data_ = end;
+    end += header_.data_bytes;
     strings_ = end;
     end += header_.string_bytes;
     if (end != bytes_.size()) {
@@ -233,9 +240,16 @@ class Reader {
       damaged(what + " does not use the edges that follow those of the node before it");
     }
     if (record.zero != 0) damaged(what + " has bits in a field that must be zero");
-    GraphNode node{text(record.name_offset, record.name_length, what), record.symbol, {}, {}, read_launch(index)};
+    GraphNode node{text(record.name_offset, record.name_length, what), record.symbol, {}, {}, {}, read_launch(index)};
     node.args.reserve(record.num_args);
-    for (uint32_t i = 0; i < record.num_args; ++i) node.args.push_back(read_arg(what, i));
+    for (uint32_t i = 0; i < record.num_args; ++i) {
+      const auto arg = at<ArgRecord>(args_, args_seen_ + i);
+      if (arg.kind == kAddress) {
+        read_address(what, arg, node);
+      } else {
+        node.args.push_back(read_arg(what, static_cast<uint32_t>(node.args.size()), arg));
+      }
+    }
     for (uint32_t i = 0; i < record.num_edges; ++i) {
       const auto predecessor = at<uint32_t>(edges_, edges_seen_ + i);
       if (predecessor >= index) damaged(what + " waits for node " + number(predecessor) + ", which is not before it");
@@ -246,13 +260,42 @@ class Reader {
     return node;
   }
 
-  GraphArg read_arg(const std::string& node, uint32_t position) const {
-    const auto record = at<ArgRecord>(args_, args_seen_ + position);
+  // Adds an address to the parameter before it.
+  void read_address(const std::string& node, ArgRecord record, GraphNode& to) {
+    const uint32_t position = to.args.empty() ? 0 : static_cast<uint32_t>(to.args.size() - 1);
+    const auto fail = [&](const std::string& what) { damaged(node + " argument " + number(position) + " " + what); };
+    if (to.args.empty() || to.args.back().kind != ArgKind::Bytes) fail("has an address in no parameter");
+    const GraphArg& bytes = to.args.back();
+    const uint64_t place = std::exchange(record.last, 0);
+    const bool follows = !to.inner.empty() && to.inner.back().arg == position;
+    const uint64_t first = follows ? to.inner.back().place + kAddressBytes : 0;
+    if (place % kAddressBytes != 0 || place < first || bytes.size < kAddressBytes || place > bytes.size - kAddressBytes) {
+      fail("of " + number(bytes.size) + " bytes has an address at " + number(place) + ", where none can be");
+    }
+    if (at<uint64_t>(data_ + bytes.value + place, 0) != 0) fail("has bits where an address goes");
+    record.kind = static_cast<uint8_t>(ArgKind::Pointer);
+    to.inner.push_back({position, static_cast<uint32_t>(place), read_arg(node, position, record)});
+  }
+
+  // The bytes of parameters follow one another as strings do.
+  GraphArg read_bytes(const std::string& what, const ArgRecord& record) {
+    if (record.value != data_seen_ || record.extent > header_.data_bytes - data_seen_) {
+      damaged("the bytes of " + what + " do not follow those before them");
+    }
+    if (record.extent == 0 || record.region != 0 || record.access != 0 || record.size != 0) {
+      damaged(what + " is passed by value, but has no bytes, or the region, access or size of another kind");
+    }
+    data_seen_ += static_cast<uint32_t>(record.extent);
+    return {ArgKind::Bytes, RegionKind::Weights, 0, static_cast<uint32_t>(record.extent), record.value, 0};
+  }
+
+  GraphArg read_arg(const std::string& node, uint32_t position, const ArgRecord& record) {
     const auto fail = [&](const std::string& what) { damaged(node + " argument " + number(position) + " " + what); };
     const auto kind = static_cast<ArgKind>(record.kind);
-    if (!all_zero(record.zero, sizeof(record.zero)) || record.zero_end != 0) {
+    if (!all_zero(record.zero, sizeof(record.zero)) || record.last != 0) {
       fail("has bits in a field that must be zero");
     }
+    if (kind == ArgKind::Bytes) return read_bytes(node + " argument " + number(position), record);
     if (kind == ArgKind::Pointer) {
       if (record.region >= kNumRegions) fail("points into the unknown region " + number(record.region));
       if (record.access == 0 || record.access > (kAccessRead | kAccessWrite)) {
@@ -286,8 +329,8 @@ class Reader {
 
   std::span<const std::byte> bytes_;
   Header header_{};
-  size_t symbols_ = 0, binaries_ = 0, nodes_ = 0, launches_ = 0, args_ = 0, edges_ = 0, strings_ = 0;
-  uint32_t args_seen_ = 0, edges_seen_ = 0, strings_seen_ = 0;
+  size_t symbols_ = 0, binaries_ = 0, nodes_ = 0, launches_ = 0, args_ = 0, edges_ = 0, data_ = 0, strings_ = 0;
+  uint32_t args_seen_ = 0, edges_seen_ = 0, data_seen_ = 0, strings_seen_ = 0;
 };
 
 }  // namespace

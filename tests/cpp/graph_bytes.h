@@ -15,6 +15,7 @@ struct TestArg {
   uint8_t kind = 0, region = 0, access = 0;
   uint64_t value = 0, extent = 0;
   uint8_t size = 8;
+  uint64_t last = 0;
 };
 
 inline TestArg pointer_arg(RegionKind region, uint64_t offset, uint64_t extent, uint8_t access) {
@@ -27,6 +28,13 @@ inline TestArg float_arg(double value) {
   return arg;
 }
 inline TestArg scalar_arg(uint64_t index) { return {3, 0, 0, index, 0}; }
+// A parameter passed by value: `length` bytes of the graph's data at `offset`, and the addresses that follow it.
+inline TestArg bytes_arg(uint64_t offset, uint64_t length) { return {4, 0, 0, offset, length, 0}; }
+inline TestArg address_arg(uint64_t place, TestArg pointer) {
+  pointer.kind = 5;
+  pointer.last = place;
+  return pointer;
+}
 
 struct TestLaunch {
   uint32_t binary = 0;
@@ -46,6 +54,7 @@ struct TestGraph {
   std::vector<std::string> symbols;
   std::vector<TestNode> nodes;
   std::vector<std::string> binaries = {};
+  std::string data = {};  // of parameters passed by value
 
   std::vector<std::byte> encode() const {
     std::vector<std::byte> out(64), args, edges, node_table, launches;
@@ -74,7 +83,7 @@ struct TestGraph {
                                    uint8_t{0}}) {
           put(args, byte);
         }
-        for (const uint64_t word : {arg.value, arg.extent, uint64_t{0}}) put(args, word);
+        for (const uint64_t word : {arg.value, arg.extent, arg.last}) put(args, word);
       }
       for (const uint32_t edge : node.edges) put(edges, edge);
       if (!binaries.empty()) put(launches, node.launch);
@@ -82,12 +91,14 @@ struct TestGraph {
       num_edges += static_cast<uint32_t>(node.edges.size());
     }
     for (const auto* part : {&node_table, &launches, &args, &edges}) out.insert(out.end(), part->begin(), part->end());
-    for (char c : strings) out.push_back(static_cast<std::byte>(c));
+    for (char c : data + strings) out.push_back(static_cast<std::byte>(c));
+    const auto data_bytes = static_cast<uint32_t>(data.size());
     const uint32_t counts[] = {static_cast<uint32_t>(out.size()),     static_cast<uint32_t>(symbols.size()),
                                static_cast<uint32_t>(binaries.size()), static_cast<uint32_t>(nodes.size()),
                                num_args, num_edges, static_cast<uint32_t>(strings.size())};
     std::memcpy(out.data(), "TSLG\2\0\x40\0", 8);
     std::memcpy(out.data() + 8, counts, sizeof(counts));
+    std::memcpy(out.data() + 40, &data_bytes, 4);
     reseal(out);
     return out;
   }

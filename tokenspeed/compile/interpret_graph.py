@@ -21,7 +21,7 @@ from tokenspeed.compile.ops import PANEL, SAMPLE_OPERANDS, round_up
 from tokenspeed.compile.sampler import sample_rows
 from tokenspeed.compile.weights import unpack_panel16
 from tokenspeed.errors import ProgramError
-from tokenspeed.graph import Access, Argument, LaunchGraph, Node, Pointer, Region, StepScalar
+from tokenspeed.graph import Access, Argument, Bytes, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.kernels.registry import KernelSpec, Registry
 from tokenspeed.step import STEP_SCALARS, PlacedTensor
 
@@ -77,7 +77,7 @@ class Call:
         self.dtype = _DTYPES[spec.dtypes[0]]
 
     def _value(self, arg: Argument) -> Any:
-        assert not isinstance(arg, Pointer), self._node.name
+        assert not isinstance(arg, Pointer | Bytes), self._node.name
         return self._step[STEP_SCALARS[arg.index]] if isinstance(arg, StepScalar) else arg.value
 
     def integer(self, name: str) -> int:

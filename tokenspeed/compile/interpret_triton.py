@@ -19,7 +19,7 @@ from tokenspeed.compile.interpret_graph import Memory
 from tokenspeed.compile.lower import SCRATCH_PARAMETERS
 from tokenspeed.compile.triton_language import Window, argument, interpreting, rewritten
 from tokenspeed.errors import ProgramError
-from tokenspeed.graph import Access, Argument, LaunchGraph, Node, Pointer, Region, StepScalar
+from tokenspeed.graph import Access, Argument, Bytes, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.kernels.registry import DeviceKernel
 from tokenspeed.step import PlacedTensor
 
@@ -77,7 +77,7 @@ def _node_launch(node: Node, kernels: Mapping[str, DeviceKernel], memory: Memory
         raise ProgramError(f"node {node.name!r}: need {need} arguments for {kernel}, the last ones null, have {node}")
     arguments, windows = {}, []
     for (name, kind), arg in zip(kernel.signature, args, strict=True):
-        if isinstance(arg, StepScalar) or isinstance(arg, Pointer) != kind.startswith("*"):
+        if isinstance(arg, StepScalar | Bytes) or isinstance(arg, Pointer) != kind.startswith("*"):
             raise ProgramError(f"node {node.name!r} argument {name}: need {kind}, have {arg}")
         arguments[name] = (kind, _value(arg, memory))
         if isinstance(arg, Pointer):
@@ -89,7 +89,7 @@ def _node_launch(node: Node, kernels: Mapping[str, DeviceKernel], memory: Memory
 
 
 def _value(arg: Argument, memory: Memory) -> Scalar:
-    assert not isinstance(arg, StepScalar), arg
+    assert not isinstance(arg, StepScalar | Bytes), arg
     return _address(arg, memory) if isinstance(arg, Pointer) else arg.value
 
 

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cstring>
 
 namespace tokenspeed::device::gpu {
 namespace {
@@ -44,15 +45,31 @@ class Binder {
     return *function;
   }
 
+  // Appends the words of a parameter, whose bytes are the first of them.
+  void append_words(size_t node, size_t arg, std::vector<uint64_t>& words) const {
+    const GraphNode& n = graph_.nodes[node];
+    const GraphArg& a = n.args[arg];
+    if (a.kind != ArgKind::Bytes) return words.push_back(value_of(node, arg));
+    const size_t first = words.size();
+    words.resize(first + words_of(a));
+    std::memcpy(words.data() + first, graph_.data.data() + a.value, a.size);
+    for (const InnerPointer& inner : n.inner) {
+      if (inner.arg == arg) words[first + inner.place / 8] = resolve(node, arg, inner.pointer);
+    }
+  }
+
+  static size_t words_of(const GraphArg& arg) { return (size_t{arg.size} + 7) / 8; }
+
   uint64_t value_of(size_t node, size_t arg) const {
     const GraphArg& a = graph_.nodes[node].args[arg];
     switch (a.kind) {
-      case ArgKind::Pointer: return resolve(node, arg);
+      case ArgKind::Pointer: return resolve(node, arg, a);
       case ArgKind::I64: return a.value;  // little-endian: its first 4 bytes are the int32
       case ArgKind::F64:
         if (a.size == 8) return a.value;
         return std::bit_cast<uint32_t>(static_cast<float>(std::bit_cast<double>(a.value)));
-      case ArgKind::Scalar: break;
+      case ArgKind::Scalar:
+      case ArgKind::Bytes: break;
     }
     fail(node, arg, "is a step scalar: on a GPU, kernels read the step's sizes from memory");
   }
@@ -110,8 +127,7 @@ class Binder {
     }
   }
 
-  Address resolve(size_t node, size_t arg) const {
-    const GraphArg& a = graph_.nodes[node].args[arg];
+  Address resolve(size_t node, size_t arg, const GraphArg& a) const {
     const DeviceMemory* region = context_.regions[static_cast<size_t>(a.region)].get();
     const std::string name = std::string("region ") + region_name(a.region);
     if (region == nullptr) fail(node, arg, "points into " + name + ", which is not allocated: allocate it first");
@@ -134,9 +150,12 @@ class Binder {
 }  // namespace
 
 GpuGraph::GpuGraph(const LaunchGraph& graph, const GraphContext& context) : context_(context.context) {
-  size_t num_args = 0;
-  for (const GraphNode& node : graph.nodes) num_args += node.args.size();
-  values_.reserve(num_args);  // neither moves from here on
+  size_t num_args = 0, num_words = 0;
+  for (const GraphNode& node : graph.nodes) {
+    num_args += node.args.size();
+    for (const GraphArg& arg : node.args) num_words += Binder::words_of(arg);
+  }
+  values_.reserve(num_words);  // neither moves from here on
   pointers_.reserve(num_args);
   nodes_.reserve(graph.nodes.size());
   context_->bind();
@@ -144,10 +163,10 @@ GpuGraph::GpuGraph(const LaunchGraph& graph, const GraphContext& context) : cont
   for (size_t n = 0; n < graph.nodes.size(); ++n) {
     const GraphNode& node = graph.nodes[n];
     Function& function = binder.function_of(n);
-    const size_t first = values_.size();
+    const size_t first = pointers_.size();
     for (size_t i = 0; i < node.args.size(); ++i) {
-      values_.push_back(binder.value_of(n, i));
-      pointers_.push_back(&values_.back());
+      pointers_.push_back(values_.data() + values_.size());
+      binder.append_words(n, i, values_);
     }
     const KernelLaunch launch{function.handle,      node.launch->grid,         node.launch->block, node.launch->cluster,
                               node.launch->shared_bytes, pointers_.data() + first};

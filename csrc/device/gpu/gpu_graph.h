@@ -57,7 +57,7 @@ class GpuGraph {
 
   std::shared_ptr<const Context> context_;
   std::vector<Node> nodes_;
-  std::vector<uint64_t> values_;   // of parameters, each in the first bytes of its word
+  std::vector<uint64_t> values_;   // of parameters, each in the first bytes of its words
   std::vector<void*> pointers_;    // to the values: what the driver takes
   Handle graph_ = nullptr, exec_ = nullptr;
 };
