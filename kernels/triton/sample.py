@@ -89,16 +89,16 @@ def sample_scan(logits, logit_target, temperature, seed, draw_position, workspac
         return
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = load_logits(logits + row.to(tl.int64) * V, tokens, V)
+    heat, target = tl.load(temperature + row), tl.load(logit_target + row)
+    key, position = tl.load(seed + row), tl.load(draw_position + row)
     top = tl.max(values, axis=0)
     first = tl.min(tl.where((values == top) & (tokens < V), tokens, NO_TOKEN), axis=0)
     origin = tl.where(top == float("-inf"), 0.0, top)  # a chunk of -infinity adds 0, not NaN
     tl.store(_orders(workspace, row, LANES) + chunk, order_of(top, first))
     tl.store(_floats(workspace, row, _SUM, LANES) + chunk, tl.sum(tl.exp(values - origin), axis=0))
-    heat = tl.load(temperature + row)
-    target = tl.load(logit_target + row)
     if ((target < 0) | (target >= V)) & (heat > 0.0):
         z = (values - origin) * inverse(heat)
-        noise = exponentials(tl.load(seed + row), tl.load(draw_position + row), chunk * CHUNK, CHUNK)
+        noise = exponentials(key, position, chunk * CHUNK, CHUNK)
         score, winner = race(z, noise, tokens)
         tl.store(_floats(workspace, row, _SCORE, LANES) + chunk, score)
         tl.store(_integers(workspace, row, _WINNER, LANES) + chunk, winner)
@@ -163,14 +163,15 @@ def sample_finish(logits, logit_target, temperature, top_p, min_p, top_k, seed, 
     logits += row.to(tl.int64) * V
     lanes = tl.arange(0, LANES)
     leaders = tl.load(_orders(workspace, row, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
+    sums = tl.load(_floats(workspace, row, _SUM, LANES) + lanes, mask=lanes < CHUNKS, other=0.0)
+    heat, target = tl.load(temperature + row), tl.load(logit_target + row)
+    slot, asked = tl.load(state_slot + row), tl.load(num_logprobs + row)
     first = tl.max(leaders, axis=0)
     best, best_token = logit_of(first), token_of(first)
-    sums = tl.load(_floats(workspace, row, _SUM, LANES) + lanes, mask=lanes < CHUNKS, other=0.0)
     shares = tl.where(lanes < CHUNKS, sums * tl.exp(logit_of(leaders) - best), 0.0)
     norm = tl.log(tl.sum(shares, axis=0))
-    heat = tl.load(temperature + row)
-    target = tl.load(logit_target + row)
     token, drawn = _choice(leaders, workspace, row, target, heat, V, CHUNKS, LANES)
+    logit = best
     count = tl.zeros((), tl.int32)
     if token != best_token:
         counts = tl.load(_integers(workspace, row, _COUNT, LANES) + lanes, mask=lanes < CHUNKS, other=0)
@@ -179,13 +180,13 @@ def sample_finish(logits, logit_target, temperature, top_p, min_p, top_k, seed, 
             token, count = _keep(logits, workspace, row, token, count, best, best_token, heat, tl.load(top_p + row),
                                  tl.load(min_p + row), tl.load(top_k + row), tl.load(seed + row),
                                  tl.load(draw_position + row), V, CHUNK, CHUNKS, LANES)  # fmt: skip
+        logit = load_logits(logits, token, V)
     tl.store(out_token + row, token)
-    tl.store(out_logprob + row, (load_logits(logits, token, V) - best) - norm)
+    tl.store(out_logprob + row, (logit - best) - norm)
     tl.store(out_rank + row, count + 1)
-    slot = tl.load(state_slot + row)
     if ((target < 0) | (target >= V)) & (slot >= 0):
         tl.store(last_tokens + slot, token)
-    _report_likeliest(logits, leaders, best, norm, tl.load(num_logprobs + row), out_top_ids + row.to(tl.int64) * _TOP,
+    _report_likeliest(logits, leaders, best, norm, asked, out_top_ids + row.to(tl.int64) * _TOP,
                       out_top_logprobs + row.to(tl.int64) * _TOP, V, CHUNK, LANES)  # fmt: skip
 
 

@@ -8,9 +8,10 @@ import pytest
 import triton
 from harness import run
 
+from tokenspeed.compile.codegen import compile_kernels
 from tokenspeed.kernels.registry import Request
 from tokenspeed.kernels.triton import norm
-from tokenspeed.target import Target
+from tokenspeed.target import GPU_TARGETS, Target
 
 
 def normed(x: np.ndarray, weight: np.ndarray, rows: int, dtype: type, eps: float = 1e-5) -> np.ndarray:
@@ -54,3 +55,16 @@ def test_one_configuration_for_every_bucket() -> None:
     ]  # fmt: skip
     assert len({stage.kernel for (stage,) in stages}) == 1
     assert [stage.grid for (stage,) in stages] == [(1, 1, 1), (64, 1, 1), (8192, 1, 1)]
+
+
+def test_compiles_for_every_target_without_spilling() -> None:
+    sizes = {"H": 4096, "rows": 0, "M": 8, "num_tokens": 8, "num_logit_rows": 8}
+    jobs = []
+    for target in map(Target.parse, GPU_TARGETS):
+        for spec in norm.specs():
+            (stage,) = spec.stages(Request(spec.op, target, spec.dtypes[0], sizes))
+            assert stage.kernel is not None
+            jobs.append((stage.kernel, target))
+    compiled = compile_kernels(jobs, workers=2)
+    assert len(compiled) == 2 * len(GPU_TARGETS)
+    assert all(code.info.stack_bytes == 0 for code in compiled.values())

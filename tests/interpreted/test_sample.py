@@ -6,15 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+import triton
+import triton.language as tl
 from harness import run
 from numpy.typing import NDArray
 
 from tokenspeed.compile import sampler
+from tokenspeed.compile.codegen import compile_kernels
 from tokenspeed.compile.ops import SAMPLE_OPERANDS
 from tokenspeed.kernels.registry import Request
 from tokenspeed.kernels.triton import sample
+from tokenspeed.kernels.triton.sample_math import exponentials, logit_of, order_of, token_of
 from tokenspeed.step import MAX_TOP_LOGPROBS
-from tokenspeed.target import Target
+from tokenspeed.target import GPU_TARGETS, Target
 
 Array = NDArray[Any]
 DEFAULTS = {
@@ -154,6 +158,43 @@ def test_mass_of_many_first_tokens(top_k: int) -> None:
     check(logits, asked)
 
 
+@triton.jit
+def noise_kernel(seed, position, out, FIRST: tl.constexpr, SIZE: tl.constexpr):
+    tl.store(out + tl.arange(0, SIZE), exponentials(tl.load(seed), tl.load(position), FIRST, SIZE))
+
+
+@triton.jit
+def order_kernel(logits, orders, values, tokens, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)
+    order = order_of(tl.load(logits + places), places)
+    tl.store(orders + places, order)
+    tl.store(values + places, logit_of(order))
+    tl.store(tokens + places, token_of(order))
+
+
+def test_noise_is_precise_at_both_ends() -> None:
+    seed, position, first, size = 0xFEDCBA9876543210, 12345, 4096, 1 << 17
+    out = np.zeros(size, np.float32)
+    memory = {"seed": np.array([seed], np.uint64), "position": np.array([position], np.int32), "out": out}
+    run(noise_kernel, (1,), memory, {"FIRST": first, "SIZE": size}, outputs=["out"])
+    u = sampler.uniforms(seed, position, first + size)[first:]
+    exact = -np.log(u)
+    assert u.max() > 1 - 2**-15 and u.min() < 2**-15
+    assert np.abs(out / exact - 1).max() < 4e-7
+
+
+def test_order_values() -> None:
+    special = [0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0, 1.0, -1.0, -1.0]
+    logits = np.array([*special, *np.random.default_rng(0).standard_normal(52)], np.float32)
+    orders, values, tokens = np.zeros(64, np.int64), np.zeros(64, np.float32), np.zeros(64, np.int32)
+    memory = {"logits": logits, "orders": orders, "values": values, "tokens": tokens}
+    run(order_kernel, (1,), memory, {"SIZE": 64}, outputs=["orders", "values", "tokens"])
+    np.testing.assert_array_equal(np.argsort(-orders, kind="stable"), sampler.by_likelihood(logits))
+    np.testing.assert_array_equal(values, logits)
+    np.testing.assert_array_equal(tokens, np.arange(64))
+    assert len(set(orders.tolist())) == 64
+
+
 def test_ties_go_to_the_lowest_id() -> None:
     logits = np.zeros((6, 2500), np.float32)
     logits[1, [2100, 17, 2400]] = 1
@@ -220,3 +261,14 @@ def test_one_configuration_for_every_bucket() -> None:
     ]
     assert [stage.kernel for stage in stages[0]] == [stage.kernel for stage in stages[1]]
     assert [stage.grid for stage in stages[1]] == [(63, 256, 1), (63, 256, 1), (256, 1, 1)]
+
+
+def test_compiles_for_every_target_without_spilling() -> None:
+    (spec,) = sample.specs()
+    targets = [Target.parse(name) for name in GPU_TARGETS]
+    sizes = {"V": 128256, "num_logit_rows": 8}
+    jobs = [(s.kernel, t) for t in targets for s in spec.stages(Request("sample", t, "bfloat16", sizes)) if s.kernel]
+    compiled = compile_kernels(jobs, workers=2)
+    assert len(compiled) == 3 * len(GPU_TARGETS)
+    for (kernel, target), code in compiled.items():
+        assert code.info.stack_bytes == 0, f"{kernel} on {target} spills"
