@@ -35,20 +35,23 @@ from tokenspeed.target import GPU_TARGETS
 @triton.jit
 def _prefetch_rows(weight, first, N: tl.constexpr, K: tl.constexpr, BLOCK_N: tl.constexpr,
                    BYTES: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
-    """Ask L2 for the first ``BYTES`` of ``BLOCK_N`` rows of W from row ``first`` on: one bulk prefetch per thread.
+    """Ask L2 for the first ``BYTES`` (the row at most) of ``BLOCK_N`` rows of W from row ``first`` on.
 
-    Called before pdl_wait: memory is idle while the kernel before this one ends, and weights depend on nothing.
+    One bulk prefetch per thread, of a multiple of 16 bytes. Called before pdl_wait: memory is idle while the kernel
+    before this one ends, and weights depend on nothing.
     """
+    row_bytes: tl.constexpr = K * (weight.dtype.element_ty.primitive_bitwidth // 8)
     parts: tl.constexpr = LANES // BLOCK_N if LANES > BLOCK_N else 1
-    span: tl.constexpr = BYTES // parts // 16 * 16
-    lane = tl.arange(0, BLOCK_N * parts)
-    row = tl.minimum(first + lane % BLOCK_N, N - 1)
-    start = (weight + row.to(tl.int64) * K).to(tl.pointer_type(tl.uint8), bitcast=True) + (lane // BLOCK_N) * span
-    size = tl.full((BLOCK_N * parts,), span, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [start, size],
-        dtype=tl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    span: tl.constexpr = min(BYTES, row_bytes) // parts // 16 * 16
+    if span > 0:
+        lane = tl.arange(0, BLOCK_N * parts)
+        row = tl.minimum(first + lane % BLOCK_N, N - 1)
+        start = (weight + row.to(tl.int64) * K).to(tl.pointer_type(tl.uint8), bitcast=True) + (lane // BLOCK_N) * span
+        size = tl.full((BLOCK_N * parts,), span, tl.int32)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0;", "=r,l,r", [start, size],
+            dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit

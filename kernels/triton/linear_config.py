@@ -203,6 +203,9 @@ def _candidates(m: int) -> Iterator[Config]:
     if m >= 256:
         for shape in _STRAIGHT_LARGE:
             yield Config(*shape, swapped=False)
+    if m >= 2048:
+        for group_m in (4, 16):
+            yield Config(128, 256, 64, 8, 4, swapped=False, group_m=group_m)
 
 
 def to_json(config: Config) -> dict[str, int | bool]:
