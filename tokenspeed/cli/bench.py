@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
 from tokenspeed.cli.options import (
     Subparsers,
@@ -13,10 +15,16 @@ from tokenspeed.cli.options import (
     add_command,
     add_json,
     add_load_options,
+    add_trace,
     load_options,
     print_json,
 )
 from tokenspeed.errors import UsageError
+
+if TYPE_CHECKING:
+    from tokenspeed.runtime.bench import Case
+    from tokenspeed.runtime.engine import Engine
+    from tokenspeed.runtime.sweep import SweepReport
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -26,43 +34,61 @@ def add_parser(subparsers: Subparsers) -> None:
         help="measure decode and prefill against this machine's ceilings",
         description="Measure decode at several numbers of sequences and prefill of several lengths, each as a share\n"
         "of the read bandwidth and of the matrix rate that this machine reached in the same run. With --profile,\n"
-        "time every node of one step instead.",
+        "time every node of one step instead. With --sweep, run randomized steps over everything that the artifact\n"
+        "promises, and fail unless nothing was compiled, loaded, captured, instantiated or allocated meanwhile.",
         examples="  tokenspeed bench artifacts/smollm2\n"
         "  tokenspeed bench artifacts/smollm2 --decode 1,8,32 --prefill 512,2048 --rounds 5 --json\n"
-        "  tokenspeed bench artifacts/smollm2 --profile decode:1",
+        "  tokenspeed bench artifacts/smollm2 --profile decode:1\n"
+        "  tokenspeed bench artifacts/smollm2 --sweep --seconds 60",
     )
     add_artifact(parser)
     parser.add_argument(
-        "--decode", default="1,8,32", metavar="N,...", help="numbers of sequences (default: %(default)s)"
+        "--decode", metavar="N,...", help="numbers of sequences (default: 1,8,32, on a GPU 64,128,256 too)"
     )
-    parser.add_argument("--prefill", default="512,2048", metavar="N,...", help="prompt lengths (default: %(default)s)")
+    parser.add_argument("--prefill", metavar="N,...", help="prompt lengths (default: 512,2048, on a GPU 8192 too)")
     parser.add_argument(
         "--rounds", type=int, default=3, metavar="N", help="rounds; medians count (default: %(default)s)"
     )
-    parser.add_argument("--profile", metavar="KIND:N", help="time each node of one step, e.g. decode:8 or prefill:512")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--profile", metavar="KIND:N", help="time each node of one step, e.g. decode:8 or prefill:512")
+    what.add_argument("--sweep", action="store_true", help="randomized steps over every bucket and kind of sampling")
+    group = parser.add_argument_group("sweep")
+    group.add_argument("--steps-per-bucket", type=int, metavar="N", help="steps of each bucket (default: 24)")
+    group.add_argument("--seconds", type=float, metavar="S", help="go on for this long instead")
+    group.add_argument("--seed", type=int, default=0, metavar="N", help="of the steps' sizes (default: %(default)s)")
     add_load_options(parser)
+    add_trace(parser)
     add_json(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    from tokenspeed.runtime import trace
+
+    with trace.writing(args.trace):
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
     from tokenspeed.runtime import bench
     from tokenspeed.runtime.engine import load
 
-    if args.rounds < 1:
-        raise UsageError(f"--rounds is {args.rounds}; it must be at least 1")
-    cases = [bench.Case(kind, n) for kind in ("decode", "prefill") for n in _sizes(kind, getattr(args, kind))]
+    _check(args)
     profiled = _profile_case(args.profile)
     with load(args.artifact, options=load_options(args)) as engine:
         if profiled is not None:
             _report_profile(args, bench.profile(engine, profiled))
             return 0
-        figures, ceilings = bench.measure(engine, cases, args.rounds, lambda text: print(text, file=sys.stderr))
+        if args.sweep:
+            return _sweep(args, engine)
+        cases = _cases(args, bench.default_cases(engine))
+        figures, ceilings = bench.measure(engine, cases, args.rounds, _progress)
         data = {
             "artifact": engine.info.artifact_digest,
             "model": engine.info.model,
             "dtype": engine.info.dtype,
             "target": engine.info.target,
+            "device": engine.info.device,
             "threads": engine.info.threads,
             "ceilings": {"read_bytes_per_second": ceilings.read_bandwidth, "matmul_flops": ceilings.matmul},
             "load_seconds": engine.loaded.seconds,
@@ -74,10 +100,14 @@ def run(args: argparse.Namespace) -> int:
                     "rounds": list(f.rounds),
                     "share_of_read_bandwidth": f.share_of_read_bandwidth,
                     "share_of_matmul": f.share_of_matmul,
+                    "step_seconds": f.step_seconds,
+                    "host_seconds": f.host_seconds,
                 }
                 for f in figures
             ],
-            "counters": engine.stats().device,
+            "counters": (stats := engine.stats()).device,
+            "after_ready": stats.after_ready,
+            "host": stats.host,
         }
     if args.json:
         print_json(data)
@@ -86,16 +116,69 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _progress(text: str) -> None:
+    print(text, file=sys.stderr)
+
+
 def _print(data: dict[str, Any]) -> None:
+    print(f"{data['model']} {data['dtype']} on {data['target']}, {data['device']}")
     ceilings = data["ceilings"]
-    print(f"{data['model']} {data['dtype']} on {data['target']}, {data['threads']} threads")
-    print(f"ceilings: read {ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s,"
-          f" matmul {ceilings['matmul_flops'] / 1e9:.0f} GFLOP/s")  # fmt: skip
+    if ceilings["read_bytes_per_second"] is not None:
+        print(f"ceilings: read {ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s,"
+              f" matmul {ceilings['matmul_flops'] / 1e9:.0f} GFLOP/s")  # fmt: skip
     print(f"peak memory: {data['peak_memory_bytes'] / 1e6:.0f} MB")
-    print(f"\n{'case':<14}{'tokens/s':>10}{'of read':>10}{'of matmul':>11}")
+    print(f"\n{'case':<14}{'tokens/s':>10}{'of read':>10}{'of matmul':>11}{'ms/step':>10}{'host us':>9}")
     for f in data["figures"]:
-        print(f"{f['case']:<14}{f['tokens_per_second']:>10.0f}{f['share_of_read_bandwidth']:>9.0%}"
-              f"{f['share_of_matmul']:>11.0%}")  # fmt: skip
+        shares = f"{_percent(f['share_of_read_bandwidth']):>10}{_percent(f['share_of_matmul']):>11}"
+        times = f"{_scaled(f['step_seconds'], 1e3, 3):>10}{_scaled(f['host_seconds'], 1e6, 0):>9}"
+        print(f"{f['case']:<14}{f['tokens_per_second']:>10.0f}{shares}{times}".rstrip())
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.0%}"
+
+
+def _scaled(seconds: float | None, scale: float, digits: int) -> str:
+    return "" if seconds is None else f"{seconds * scale:.{digits}f}"
+
+
+def _sweep(args: argparse.Namespace, engine: Engine) -> int:
+    """Run a sweep and print it; 1 when the runtime did what it must not, or drew a token that does not exist."""
+    from tokenspeed.runtime.sweep import STEPS_PER_BUCKET, sweep
+
+    report = sweep(
+        engine,
+        steps_per_bucket=STEPS_PER_BUCKET if args.steps_per_bucket is None else args.steps_per_bucket,
+        seconds=args.seconds,
+        seed=args.seed,
+        progress=_progress,
+    )
+    if args.json:
+        buckets = [{**asdict(b), "name": b.bucket.name, "max_over_median": b.max_over_median} for b in report.buckets]
+        info = engine.info
+        head = {"artifact": info.artifact_digest, "model": info.model, "target": info.target, "device": info.device}
+        print_json({**head, **asdict(report), "buckets": buckets, "closed": report.closed})
+    else:
+        _print_sweep(report)
+    if not report.closed:
+        print("error: the runtime is not closed: see the counters after ready", file=sys.stderr)
+    if report.bad_tokens:
+        print(f"error: {report.bad_tokens} drawn tokens lie outside the vocabulary", file=sys.stderr)
+    return 0 if report.closed and not report.bad_tokens else 1
+
+
+def _print_sweep(report: SweepReport) -> None:
+    print(f"{'bucket':<14}{'steps':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}{'max/p50':>9}{'long ms':>10}")
+    for b in report.buckets:
+        times = "".join(f"{seconds * 1e3:>10.3f}" for seconds in (b.p50, b.p99, b.max))
+        print(f"{b.bucket.name:<14}{b.steps:>6}{times}{b.max_over_median:>9.2f}{b.longest_context * 1e3:>10.3f}")
+    print(f"\n{report.steps} steps of {len(report.buckets)} buckets in {report.seconds:.1f} s")
+    for title, counts in (
+        ("sampling", report.variants),
+        ("shapes", report.shapes),
+        ("after ready", report.after_ready),
+    ):
+        print(f"{title}: {', '.join(f'{name} {number}' for name, number in counts.items())}")
 
 
 def _report_profile(args: argparse.Namespace, rows: list[tuple[str, float]]) -> None:
@@ -110,6 +193,29 @@ def _report_profile(args: argparse.Namespace, rows: list[tuple[str, float]]) -> 
     for kind, times in kinds.items():
         print(f"{kind:<32}{len(times):>6}{sum(times) * 1e6:>10.0f}{sum(times) / total:>8.1%}")
     print(f"{'total':<32}{len(rows):>6}{total * 1e6:>10.0f}")
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.rounds < 1:
+        raise UsageError(f"--rounds is {args.rounds}; it must be at least 1")
+    if args.steps_per_bucket is not None and args.steps_per_bucket < 1:
+        raise UsageError(f"--steps-per-bucket is {args.steps_per_bucket}; it must be at least 1")
+    if args.seconds is not None and not 0 < args.seconds < 1e6:
+        raise UsageError(f"--seconds is {args.seconds}; it must be above 0")
+    for kind in ("decode", "prefill"):
+        if (text := getattr(args, kind)) is not None:
+            _sizes(kind, text)
+
+
+def _cases(args: argparse.Namespace, default: Sequence[Case]) -> list[Case]:
+    """The default cases, but for a kind whose sizes were given."""
+    from tokenspeed.runtime.bench import Case
+
+    cases = []
+    for kind in ("decode", "prefill"):
+        text = getattr(args, kind)
+        cases += [Case(kind, n) for n in _sizes(kind, text)] if text else [c for c in default if c.kind == kind]
+    return cases
 
 
 def _sizes(option: str, text: str) -> list[int]:

@@ -19,6 +19,7 @@ from tokenspeed import _native
 from tokenspeed.errors import UsageError
 from tokenspeed.runtime.engine import Engine
 from tokenspeed.runtime.request import EngineEvent, SamplingParams
+from tokenspeed.target import Target
 
 DECODE_PROMPT_TOKENS = 64
 DECODE_NEW_TOKENS = 64
@@ -36,30 +37,44 @@ class Case:
         return f"{self.kind} {self.size}"
 
 
-DEFAULT_CASES = (Case("decode", 1), Case("decode", 8), Case("decode", 32), Case("prefill", 512), Case("prefill", 2048))
+CPU_CASES = (Case("decode", 1), Case("decode", 8), Case("decode", 32), Case("prefill", 512), Case("prefill", 2048))
+GPU_CASES = (*CPU_CASES[:3], Case("decode", 64), Case("decode", 128), Case("decode", 256), *CPU_CASES[3:],
+             Case("prefill", 8192))  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of this machine with the engine's threads: bytes/s read, and FLOP/s of its best matrix instruction."""
+    """Of this machine with the engine's threads: bytes/s read, and FLOP/s of its best matrix instruction. None where
+    nothing measures it: a GPU runs what its artifact brings, and artifacts bring no kernels for this."""
 
-    read_bandwidth: float
-    matmul: float
+    read_bandwidth: float | None
+    matmul: float | None
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One case: tokens/s (median, and all rounds), and the shares of the ceilings that it reaches."""
+    """One case: tokens/s (median, and all rounds), and the shares of the ceilings that it reaches (None without a
+    ceiling). ``step_seconds`` is the time of a decode step, ``host_seconds`` the median of what the host spends to
+    plan, submit and commit one that all sequences of the case are in; both None for a prefill."""
 
     case: Case
     tokens_per_second: float
     rounds: tuple[float, ...]
-    share_of_read_bandwidth: float
-    share_of_matmul: float
+    share_of_read_bandwidth: float | None
+    share_of_matmul: float | None
+    step_seconds: float | None
+    host_seconds: float | None
+
+
+def default_cases(engine: Engine) -> tuple[Case, ...]:
+    """What is measured unless asked otherwise; those beyond the envelope are left out later."""
+    return GPU_CASES if Target.parse(engine.info.target).is_gpu else CPU_CASES
 
 
 def measure_ceilings(engine: Engine) -> Ceilings:
-    """Measured now, with as many threads as the engine uses."""
+    """Measured now; on a CPU with as many threads as the engine uses."""
+    if Target.parse(engine.info.target).is_gpu:
+        return Ceilings(None, None)
     threads = engine.info.threads
     return Ceilings(
         _native.measure_read_bandwidth(threads, CEILING_BYTES), _native.measure_matmul(engine.info.dtype, threads)
@@ -68,7 +83,7 @@ def measure_ceilings(engine: Engine) -> Ceilings:
 
 def measure(
     engine: Engine,
-    cases: Sequence[Case] = DEFAULT_CASES,
+    cases: Sequence[Case] | None = None,
     rounds: int = 3,
     progress: Callable[[str], None] = lambda _: None,
 ) -> tuple[list[Figure], Ceilings]:
@@ -77,15 +92,18 @@ def measure(
     Ceilings are measured right before every case, and each run counts against its own: a shared machine's memory may
     be twice as fast a minute later. Cases beyond the envelope (more sequences or tokens than it promises) are left out.
     """
-    fitting = [case for case in cases if _fits(engine, case)]
+    fitting = [case for case in (default_cases(engine) if cases is None else cases) if _fits(engine, case)]
     runs: dict[Case, list[_Run]] = {case: [] for case in fitting}
     for number in range(rounds):
         for case in fitting:
             progress(f"round {number + 1} of {rounds}: {case}")
             ceilings = measure_ceilings(engine)
-            runs[case].append(_Run(run_case(engine, case, seed=number), ceilings))
+            engine.host_times.steps.clear()
+            speed = run_case(engine, case, seed=number)
+            host = [seconds for seqs, seconds in list(engine.host_times.steps) if seqs == case.size]
+            runs[case].append(_Run(speed, ceilings, host if case.kind == "decode" else []))
     every = [run.ceilings for case in fitting for run in runs[case]]
-    typical = Ceilings(statistics.median(c.read_bandwidth for c in every), statistics.median(c.matmul for c in every))
+    typical = Ceilings(_median([c.read_bandwidth for c in every]), _median([c.matmul for c in every]))
     return [_figure(engine, case, runs[case]) for case in fitting], typical
 
 
@@ -127,18 +145,37 @@ def _fits(engine: Engine, case: Case) -> bool:
 class _Run:
     tokens_per_second: float
     ceilings: Ceilings
+    host_seconds: list[float]
+
+
+def _median(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return statistics.median(known) if known else None
 
 
 def _figure(engine: Engine, case: Case, runs: list[_Run]) -> Figure:
     cost = engine.loaded.section.cost
-    flops_per_token = cost.flops_per_token + cost.flops_per_logit_row / (1 if case.kind == "decode" else case.size)
+    decode = case.kind == "decode"
+    flops_per_token = cost.flops_per_token + cost.flops_per_logit_row / (1 if decode else case.size)
     bytes_per_token = cost.weight_bytes / case.size
+    speed = statistics.median(run.tokens_per_second for run in runs)
+
+    def share(work_per_token: float, ceilings: list[float | None]) -> float | None:
+        return _median(
+            [
+                ceiling and run.tokens_per_second * work_per_token / ceiling
+                for run, ceiling in zip(runs, ceilings, strict=True)
+            ]
+        )
+
     return Figure(
         case,
-        statistics.median(run.tokens_per_second for run in runs),
+        speed,
         tuple(run.tokens_per_second for run in runs),
-        statistics.median(run.tokens_per_second * bytes_per_token / run.ceilings.read_bandwidth for run in runs),
-        statistics.median(run.tokens_per_second * flops_per_token / run.ceilings.matmul for run in runs),
+        share(bytes_per_token, [run.ceilings.read_bandwidth for run in runs]),
+        share(flops_per_token, [run.ceilings.matmul for run in runs]),
+        case.size / speed if decode else None,
+        _median([seconds for run in runs for seconds in run.host_seconds]),
     )
 
 
