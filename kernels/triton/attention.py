@@ -18,13 +18,27 @@ kernel writes them. A page holds K [NKV][PAGE_SIZE][D], then V, and pages are PA
 and beyond context_lens may hold NaN.
 """
 
-# mypy: allow-untyped-defs, allow-untyped-calls
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import triton
 import triton.language as tl
 
-from tokenspeed.kernels.triton.common import dot, pdl_wait
+from tokenspeed.kernels.registry import (
+    DTYPES_TRITON,
+    AtMost,
+    Band,
+    KernelSpec,
+    MultipleOf,
+    Request,
+    Stage,
+    device_stage,
+)
+from tokenspeed.kernels.triton.common import FEATURES, dot, pdl_wait
+from tokenspeed.target import GPU_TARGETS, Target
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -275,3 +289,168 @@ def paged_attention_combine(cu_seqlens, context_lens, out, workspace, step_sizes
                 acc = tl.load(record[:, None] + d[None, :], mask=there[:, None] & (d < D)[None, :], other=0.0)
                 m_all, l_all, acc_all = _merge(m_all, l_all, acc_all, m, sums, acc)
         _store_heads(out, acc_all / l_all[:, None], first + row, head + row, row == 0, NQ, D, BLOCK_D)
+
+
+# --- which tiles, which grids ---------------------------------------------------------------------
+
+PROGRAMS = 264
+"""Programs that keep a GPU busy: two on each of the 132 processors of an H200."""
+AHEAD = 8
+"""Records that paged_attention_combine loads before it merges them."""
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows of a program, its warps, and the depth of its load pipeline. Free to choose: no bit depends on it."""
+
+    rows: int
+    warps: int
+    stages: int
+
+
+def kv_tile(dtype: str, sizes: Mapping[str, int]) -> int:
+    """Positions of a KV tile. Bits depend on it, so it follows from what all kernels of a deployment share."""
+    wide = dtype == "bfloat16" and sizes["head_dim"] <= 128 and sizes["page_size"] % 64 == 0
+    return 64 if wide else 32
+
+
+def chunk_tile(target: Target, dtype: str, sizes: Mapping[str, int]) -> Tile:
+    """Of paged_attention_chunk: what fits the registers (two accumulators of rows x head_dim) and shared memory."""
+    group, head_dim = sizes["num_heads"] // sizes["num_kv_heads"], sizes["head_dim"]
+    if dtype == "float32":
+        tile = Tile(16, 4 if head_dim <= 64 else 8, 1)
+    elif target.backend == "cuda" and target.arch != "sm_120a":
+        tile = Tile(128, 8, 3) if head_dim <= 128 else Tile(64, 8, 3)
+    else:
+        rows = 64 if head_dim <= 128 else 32
+        tile = Tile(rows, 8, 2) if target.backend == "cuda" else Tile(rows, 4, 1)
+    return Tile(max(tile.rows, _power_of_two(group)), tile.warps, tile.stages)
+
+
+def token_tile(target: Target, dtype: str, sizes: Mapping[str, int]) -> Tile:
+    """Of paged_attention_token and paged_attention_split: the least rows that the matrix unit takes."""
+    group = sizes["num_heads"] // sizes["num_kv_heads"]
+    stages = 3 if target.backend == "cuda" and dtype == "bfloat16" else 1
+    warps = 8 if dtype == "float32" and sizes["head_dim"] > 128 else 4
+    return Tile(max(16, _power_of_two(group)), warps, stages)
+
+
+def takers(sizes: Mapping[str, int]) -> int:
+    """Programs that take turns at the splits of one (sequence, KV head); 0: one program takes all positions, which
+    needs no workspace. Bounded, so that a short context does not pay for the places of a long one."""
+    pairs = sizes["num_seqs"] * sizes["num_kv_heads"]
+    return 0 if pairs >= PROGRAMS or _splits(sizes) == 1 else min(_splits(sizes), -(-2 * PROGRAMS // pairs))
+
+
+def workspace(sizes: Mapping[str, int]) -> int:
+    """A record of head_dim + 4 floats per sequence, q head and split."""
+    if takers(sizes) == 0:
+        return 0
+    return sizes["num_seqs"] * sizes["num_heads"] * _splits(sizes) * (sizes["head_dim"] + 4) * 4
+
+
+def _splits(sizes: Mapping[str, int]) -> int:
+    return -(-sizes["pages_per_seq"] * sizes["page_size"] // sizes["split_positions"])
+
+
+def _power_of_two(least: int) -> int:
+    return 1 << (least - 1).bit_length()
+
+
+# --- launches -------------------------------------------------------------------------------------
+
+_OPERANDS = "read q, read kv, read cu_seqlens, read context_lens, read page_table, write out"
+
+
+def _heads(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Constants of every kernel of this file."""
+    return {"NQ": sizes["num_heads"], "D": sizes["head_dim"], "SPLIT": sizes["split_positions"],
+            "BLOCK_D": _power_of_two(sizes["head_dim"])}  # fmt: skip
+
+
+def _attending(request: Request, tile: Tile) -> dict[str, int]:
+    """Constants of the kernels that read KV."""
+    sizes = request.sizes
+    return {
+        **_heads(sizes), "NKV": sizes["num_kv_heads"], "PAGE_SIZE": sizes["page_size"],
+        "PAGE_STRIDE": sizes["page_stride"], "PAGES_PER_SEQ": sizes["pages_per_seq"],
+        "KV_TILE": kv_tile(request.dtype, sizes), "BLOCK_M": tile.rows,
+        "WIDTH": 8 if request.target.backend == "cuda" else 16,
+    }  # fmt: skip
+
+
+def _types(request: Request, between: str = "") -> str:
+    dtype = DTYPES_TRITON[request.dtype]
+    return f"*{dtype}, *{dtype}, *i32, *i32, *i32, *{dtype}, {between}*i32, fp32"
+
+
+def _chunk(request: Request) -> Stage:
+    sizes = request.sizes
+    tile = chunk_tile(request.target, request.dtype, sizes)
+    tokens = tile.rows // (sizes["num_heads"] // sizes["num_kv_heads"])
+    return device_stage(
+        module=__name__, function=paged_attention_chunk, name="chunk",
+        arguments=f"{_OPERANDS}, sizes step_sizes, float scale", types=_types(request),
+        constants={**_attending(request, tile), "SEQS": max(16, _power_of_two(sizes["num_seqs"]))},
+        num_warps=tile.warps, num_stages=tile.stages, target=request.target,
+        grid=(sizes["num_tokens"] // tokens + sizes["num_seqs"], sizes["num_kv_heads"], 1),
+    )  # fmt: skip
+
+
+def _token(request: Request) -> tuple[Stage, ...]:
+    """Sequences of one token: one launch, or split and combine."""
+    sizes, count = request.sizes, takers(request.sizes)
+    tile = token_tile(request.target, request.dtype, sizes)
+    constants = _attending(request, tile)
+    if count == 0:
+        stage = device_stage(
+            module=__name__, function=paged_attention_token, name="token",
+            arguments=f"{_OPERANDS}, sizes step_sizes, float scale", types=_types(request), constants=constants,
+            num_warps=tile.warps, num_stages=tile.stages, target=request.target,
+            grid=(sizes["num_seqs"], sizes["num_kv_heads"], 1),
+        )  # fmt: skip
+        return (stage,)
+    split = device_stage(
+        module=__name__, function=paged_attention_split, name="split",
+        arguments=f"{_OPERANDS}, workspace attention, sizes step_sizes, float scale",
+        types=_types(request, "*fp32, "), constants={**constants, "SPLITS": _splits(sizes)},
+        num_warps=tile.warps, num_stages=tile.stages, target=request.target,
+        grid=(sizes["num_seqs"], sizes["num_kv_heads"], count),
+    )  # fmt: skip
+    combine = device_stage(
+        module=__name__, function=paged_attention_combine, name="combine",
+        arguments="read cu_seqlens, read context_lens, write out, workspace attention, sizes step_sizes",
+        types=f"*i32, *i32, *{DTYPES_TRITON[request.dtype]}, *fp32, *i32",
+        constants={**_heads(sizes), "SPLITS": _splits(sizes), "AHEAD": AHEAD},
+        num_warps=1, num_stages=1, target=request.target, grid=(sizes["num_seqs"], sizes["num_heads"], 1),
+    )  # fmt: skip
+    return split, combine
+
+
+def _mixed(request: Request) -> tuple[Stage, ...]:
+    """Rows of sequences with several tokens, then those of sequences with one: together, all rows of the step."""
+    return _chunk(request), *_token(request)
+
+
+def specs() -> Iterator[KernelSpec]:
+    """paged_attention for every GPU, one kernel per phase; within a dtype they give equal bits."""
+    for phase, launches in (("decode", _token), ("mixed", _mixed)):
+        for dtype in ("bfloat16", "float32"):
+            yield KernelSpec(
+                op="paged_attention",
+                solution="triton",
+                symbol=f"triton_paged_attention_{phase}_{dtype}",
+                targets=GPU_TARGETS,
+                dtypes=(dtype,),
+                arguments=(),
+                band=Band.MATRIX,
+                traits={"phase": frozenset({phase})},
+                features=FEATURES,
+                constraints=(
+                    MultipleOf("head_dim", 16), AtMost("head_dim", 256), MultipleOf("page_size", 32),
+                    MultipleOf("split_positions", "page_size"), MultipleOf("num_heads", "num_kv_heads"),
+                ),
+                workspace=workspace,
+                bitwise_class=f"triton_paged_attention/{dtype}",
+                launches=launches,
+            )  # fmt: skip

@@ -14,12 +14,17 @@ import pytest
 from harness import run
 from numpy.typing import NDArray
 
+from tokenspeed.compile.codegen import compile_kernels
+from tokenspeed.compile.interpret_triton import KernelLaunch, Window, run_launch
+from tokenspeed.kernels.registry import KernelSpec, Request
 from tokenspeed.kernels.triton.attention import (
     paged_attention_chunk,
     paged_attention_combine,
     paged_attention_split,
     paged_attention_token,
+    specs,
 )
+from tokenspeed.target import GPU_TARGETS, Target
 
 PAGE, SPLIT, TILE = 64, 128, 64
 DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -135,9 +140,11 @@ def attend(
     return np.split(shaped, cu_seqlens[1:seqs])
 
 
-def check(cache: Cache, runs: Sequence[tuple[int, int, int]], **options: Any) -> list[NDArray[Any]]:
+def check(
+    cache: Cache, runs: Sequence[tuple[int, int, int]], tolerance: float | None = None, **options: Any
+) -> list[NDArray[Any]]:
     """Run and compare with float64."""
-    tolerance = 2e-6 if cache.dtype == "float32" else 2e-2
+    tolerance = tolerance or (2e-6 if cache.dtype == "float32" else 2e-2)
     outputs = attend(cache, runs, **options)
     for (seq, start, stop), got in zip(runs, outputs, strict=True):
         want = cache.reference(seq, start, stop, cache.heads.head_dim**-0.5)
@@ -149,7 +156,166 @@ def check(cache: Cache, runs: Sequence[tuple[int, int, int]], **options: Any) ->
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", [Heads(2, 2, 16), Heads(9, 3, 64), Heads(8, 2, 128), Heads(7, 1, 80)], ids=str)
 def test_a_ragged_step_matches_float64(heads: Heads, dtype: str) -> None:
+    """Decodes beside chunks; contexts that end at, before and behind edges of tiles, pages and splits."""
     cache = Cache(heads, [200, 1, 65, 129, 300], dtype)
     runs = [(0, 190, 200), (1, 0, 1), (2, 0, 65), (3, 128, 129), (4, 299, 300)]
-    check(cache, runs, way="split", seed=1)
-    check(cache, runs, way="token", seed=2)
+    split = check(cache, runs, way="split", seed=1)
+    token = check(cache, runs, way="token", seed=2)
+    assert all(np.array_equal(a, b) for a, b in zip(split, token, strict=True))
+
+
+@pytest.mark.parametrize("context", [1, 2, 31, 32, 63, 64, 65, 127, 128, 129, 191, 192, 193, 255, 256, 257])
+def test_contexts_at_edges(context: int) -> None:
+    """The last token alone, in both ways, and as the end of a chunk: equal bits."""
+    cache = Cache(Heads(3, 1, 16), [context], seed=context)
+    want = check(cache, [(0, context - 1, context)], way="split")[0]
+    assert np.array_equal(want, attend(cache, [(0, context - 1, context)], way="token")[0])
+    if context > 1:
+        start = max(0, context - 40)
+        assert np.array_equal(want[0], check(cache, [(0, start, context)])[0][-1])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "page_size"), [("float32", 64), ("bfloat16", 64), ("bfloat16", 32), ("float32", 128)]
+)
+def test_no_chunking_changes_a_bit(dtype: str, page_size: int) -> None:
+    """A prompt at once, in chunks with other query tiles, beside others, and token by token."""
+    cache = Cache(Heads(6, 2, 16), [290, 70], dtype, page_size)
+    whole = check(cache, [(0, 0, 290)])[0]
+    for cuts, block_m in (([64, 128], 16), ([1, 3, 100, 257], 64), ([37, 74, 111, 289], 128)):
+        parts = []
+        for start, stop in itertools.pairwise([0, *cuts, 290]):
+            parts.append(attend(cache, [(1, 3, 30), (0, start, stop), (1, 69, 70)], block_m=block_m)[1])
+        assert np.array_equal(np.concatenate(parts), whole), (cuts, block_m)
+    rows = [0, 1, 63, 64, 65, 127, 128, 129, 200, 256, 289]
+    for way, takers in (("token", 1), ("split", 1), ("split", 3)):
+        alone = attend(cache, [(0, row, row + 1) for row in rows], way=way, takers=takers, seed=takers)
+        assert np.array_equal(np.concatenate(alone), whole[rows]), (way, takers)
+
+
+def test_records_are_merged_over_several_rounds() -> None:
+    """More splits than the combine kernel loads at a time, and fewer programs than splits."""
+    cache = Cache(Heads(2, 1, 16), [64 * 11 + 5, 64, 65], seed=5)
+    runs = [(0, 64 * 11 + 4, 64 * 11 + 5), (1, 63, 64), (2, 64, 65)]
+    got = check(cache, runs, split=64, takers=4)
+    assert all(np.array_equal(a, b) for a, b in zip(got, attend(cache, runs, split=64, way="token"), strict=True))
+
+
+def test_scores_far_apart_do_not_overflow() -> None:
+    """Scores of several hundreds: p of the greatest is 1, of most exactly 0, and splits differ in scale."""
+    cache = Cache(Heads(2, 1, 16), [200], seed=6)
+    cache.queries[0] = cache.queries[0] * 100
+    outputs = check(cache, [(0, 100, 200)], 2e-5) + check(cache, [(0, 199, 200)], 2e-5)
+    assert all(np.isfinite(output).all() for output in outputs)
+
+
+def test_many_sequences_find_their_tiles() -> None:
+    """Lengths around the tokens of a query tile (block_m / group = 8), single tokens between them."""
+    lengths = [8, 1, 9, 16, 2, 1, 1, 7, 17, 3]
+    cache = Cache(Heads(4, 2, 16), [length + 5 * (i % 3) for i, length in enumerate(lengths)], seed=8)
+    runs = [(i, 5 * (i % 3), 5 * (i % 3) + length) for i, length in enumerate(lengths)]
+    check(cache, runs, block_m=16, spare=(0, 0))
+    check(cache, runs, block_m=16, spare=(40, 20), seed=3)
+
+
+def test_addresses_beyond_two_gibibytes() -> None:
+    """Pages 48 MiB apart: page 60 lies beyond 2^31 bytes, and its byte offset times anything does not fit 32 bits."""
+    heads, stride = Heads(1, 1, 16), 48 << 20
+    kv = np.empty(stride // 4 * 61, np.float32)  # untouched memory takes no space
+    rng = np.random.default_rng(9)
+    keys, values = rng.standard_normal((2, 32, 16)).astype(np.float32)
+    kv[stride // 4 * 60 :][: 2 * 32 * 16] = np.concatenate([keys, values]).reshape(-1)
+    cache = Cache(heads, [32], page_size=32)
+    cache.keys, cache.values = [keys[:, None]], [values[:, None]]
+    out = np.full((1, 16), POISON, np.float32)
+    run_in_place(kv, {"q": cache.queries[0][31].copy(), "out": out, "page_table": np.array([60, 0], np.int32),
+                      "cu_seqlens": np.array([0, 1], np.int32), "context_lens": np.array([32], np.int32),
+                      "step_sizes": np.array([1, 1, 1, 0], np.int32)}, stride)  # fmt: skip
+    want = cache.reference(0, 31, 32, 0.25)
+    assert np.abs(out - want[0]).max() < 2e-6
+
+
+def run_in_place(kv: NDArray[Any], arrays: dict[str, NDArray[Any]], stride: int) -> None:
+    """paged_attention_token where ``kv`` is too large to be copied."""
+    windows = [Window(name, a.ctypes.data, a.nbytes, True, name == "out") for name, a in arrays.items()]
+    pointers = {name: ("*i32" if a.dtype == np.int32 else "*fp32", a.ctypes.data) for name, a in arrays.items()}
+    constants = {"NQ": 1, "NKV": 1, "D": 16, "PAGE_SIZE": 32, "PAGE_STRIDE": stride, "PAGES_PER_SEQ": 2, "SPLIT": 32,
+                 "KV_TILE": 32, "BLOCK_M": 16, "BLOCK_D": 16, "WIDTH": 8, "PDL": False}  # fmt: skip
+    arguments = {**pointers, "kv": ("*fp32", kv.ctypes.data), "scale": ("fp32", 0.25)}
+    windows.append(Window("kv", kv.ctypes.data, kv.nbytes, True, False))
+    run_launch(KernelLaunch(paged_attention_token, (1, 1, 1), arguments, constants, windows, None))
+
+
+# --- specs ----------------------------------------------------------------------------------------
+
+
+def sizes(heads: Heads, seqs: int, tokens: int, dtype: str = "bfloat16", **changes: int) -> dict[str, int]:
+    page = 2 * heads.num_kv_heads * 64 * heads.head_dim * DTYPES[dtype].itemsize
+    step = {"num_tokens": tokens, "num_seqs": seqs, "num_logit_rows": seqs, "rows": 0, "M": tokens}
+    return {"num_heads": heads.num_heads, "num_kv_heads": heads.num_kv_heads, "head_dim": heads.head_dim,
+            "page_size": 64, "page_stride": 4 * page, "pages_per_seq": 128, "split_positions": 1024,
+            **step, **changes}  # fmt: skip
+
+
+def spec_of(phase: str, dtype: str) -> KernelSpec:
+    (spec,) = [s for s in specs() if dtype in s.dtypes and phase in s.traits["phase"]]
+    return spec
+
+
+HOPPER = Target.parse("cuda:sm_90a")
+
+
+def test_stages_follow_the_work() -> None:
+    def launched(phase: str, heads: Heads, seqs: int, tokens: int, **changes: int) -> list[tuple[str, tuple[int, ...]]]:
+        request = Request("paged_attention", HOPPER, "bfloat16", sizes(heads, seqs, tokens, **changes))
+        return [(stage.name, stage.grid) for stage in spec_of(phase, "bfloat16").stages(request)]
+
+    llama = Heads(32, 8, 128)
+    assert launched("decode", llama, 1, 1) == [("split", (1, 8, 8)), ("combine", (1, 32, 1))]
+    assert launched("decode", llama, 32, 32) == [("split", (32, 8, 3)), ("combine", (32, 32, 1))]
+    assert launched("decode", llama, 33, 33) == [("token", (33, 8, 1))]
+    assert launched("decode", llama, 1, 1, pages_per_seq=16) == [("token", (1, 8, 1))]
+    assert launched("mixed", llama, 256, 8192) == [("chunk", (8192 // 32 + 256, 8, 1)), ("token", (256, 8, 1))]
+
+
+def test_workspace_holds_every_record() -> None:
+    spec = spec_of("decode", "bfloat16")
+    llama = Heads(32, 8, 128)
+    assert spec.workspace_bytes(sizes(llama, 8, 8)) == 8 * 32 * 8 * (128 + 4) * 4
+    assert spec.workspace_bytes(sizes(llama, 64, 64)) == 0
+
+
+def test_one_bitwise_class_per_dtype() -> None:
+    classes = {dtype: {s.bitwise_class for s in specs() if dtype in s.dtypes} for dtype in DTYPES}
+    assert all(len(names) == 1 for names in classes.values())
+    assert classes["float32"] != classes["bfloat16"]
+
+
+def test_kv_tiles_agree_in_all_buckets() -> None:
+    """Bits depend on KV_TILE: it is the same in every kernel of a deployment, and divides pages."""
+    for heads, page_size in itertools.product((Heads(32, 8, 128), Heads(8, 2, 256)), (32, 64, 96, 256)):
+        tiles = set()
+        for seqs, phase, dtype in itertools.product((1, 300), ("decode", "mixed"), ("bfloat16",)):
+            asked = sizes(heads, seqs, 512, page_size=page_size, split_positions=page_size * 4)
+            stages = spec_of(phase, dtype).stages(Request("paged_attention", HOPPER, dtype, asked))
+            kernels = [dict(stage.kernel.constants) for stage in stages if stage.kernel is not None]
+            tiles |= {constants["KV_TILE"] for constants in kernels if "KV_TILE" in constants}
+        assert len(tiles) == 1 and page_size % tiles.pop() == 0
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiles_for_every_target(dtype: str) -> None:
+    """On Hopper none keeps registers in memory (bfloat16)."""
+    smol, llama = (Heads(9, 3, 64), 300), (Heads(32, 8, 128), 8)
+    chosen = [(target, *(llama if dtype == "bfloat16" else smol)) for target in GPU_TARGETS]
+    jobs = []
+    for target, heads, seqs in [*chosen, (str(HOPPER), *smol)]:
+        request = Request("paged_attention", Target.parse(target), dtype, sizes(heads, seqs, 2048, dtype))
+        for stage in spec_of("mixed", dtype).stages(request):
+            assert stage.kernel is not None
+            jobs.append((stage.kernel, request.target))
+    compiled = compile_kernels(jobs, workers=2)
+    for (kernel, target), code in compiled.items():
+        assert code.threads == kernel.num_warps * target.gpu.warp_size
+        if target == HOPPER and dtype == "bfloat16":
+            assert code.info.stack_bytes == 0, kernel
