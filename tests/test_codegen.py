@@ -7,7 +7,9 @@ import io
 import os
 import random
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_kernels import JOBS, TARGETS, broken_kernel, compiled, product_kernel, scale_kernel
@@ -140,6 +142,22 @@ def test_an_edit_elsewhere_in_a_file_compiles_nothing(tmp_path: Path, monkeypatc
     write_module(tmp_path, "edited_kernels", value="(factor + 1)")
     assert compile_kernels([(kernel, HOPPER)], workers=1, cache=cache) != first
     assert len({path for path in cache.rglob("*") if path.is_file()}) == len(kept) + 3
+
+
+def test_an_edit_while_the_compiler_runs_is_not_mixed_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    kernel = write_module(tmp_path, "raced_kernels")
+    whole = codegen._compile
+
+    def edited(*args: Any) -> Iterator[Any]:
+        write_module(tmp_path, "raced_kernels", value="(factor + 1)")
+        yield from whole(*args)
+
+    with monkeypatch.context() as during:
+        during.setattr(codegen, "_compile", edited)
+        other = compile_kernels([(kernel, HOPPER)], workers=1, cache=tmp_path / "cache")
+    write_module(tmp_path, "raced_kernels")
+    assert compile_kernels([(kernel, HOPPER)], workers=1, cache=tmp_path / "cache") != other
 
 
 def test_the_source_key_covers_what_a_module_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from tiny_kernels import TARGETS, compiled, product_kernel, scale_kernel
 from tokenspeed.device_code import DeviceCode, KernelInfo, read_device_code
 from tokenspeed.errors import ProgramError
 from tokenspeed.gpu_verify import verify_gpu_graph
-from tokenspeed.graph import Access, Argument, Float, Int, Launch, LaunchGraph, Node, Pointer, Region, StepScalar
+from tokenspeed.graph import Access, Argument, Bytes, Float, Int, Launch, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.target import Target
 
 HOPPER, GFX950 = Target("cuda", "sm_90a"), Target("hip", "gfx950")
@@ -109,6 +109,15 @@ def test_a_node_needs_a_kernel_of_the_target() -> None:
 def test_arguments_are_the_parameters_of_the_kernel(args: tuple[Argument, ...], text: str) -> None:
     graph, code = built(HOPPER)
     refuse(HOPPER, with_node(graph, args=args), code, f"node 'scale'{text}")
+
+
+def test_parameters_passed_by_value_have_the_size_of_the_struct() -> None:
+    graph, code = built(HOPPER)
+    struct = Bytes(bytes(24), ((8, replace(X, offset=8)),))  # what is in it is the library's business
+    whole = with_node(LaunchGraph(graph.nodes[:1]), args=(struct,))
+    verify_gpu_graph(whole, HOPPER, with_info(code, params=((0, 24),)))
+    text = f"node 'scale' arg 0: need a parameter of 32 bytes, have 24 ({struct})"
+    refuse(HOPPER, whole, with_info(code, params=((0, 32),)), text)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import queue
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -99,13 +99,13 @@ def compile_kernels(
     recalled = {} if store is None else {job: _recall(store, keys.key(job), job) for job in wanted}
     done = {job: compiled for job, compiled in recalled.items() if compiled is not None}
     missing = [job for job in wanted if job not in done]
+    content_keys: dict[Job, str] = {}
     with _bar(progress, len(done), len(wanted)) as bar:
         for job, content_key, data in _compile(missing, workers or _num_cpus(), cache) if missing else ():
-            done[job] = _compiled(job, data)
-            if store is not None:
-                store.write(keys.key(job), content_key.encode())
+            done[job], content_keys[job] = _compiled(job, data), content_key
             bar.update()
     if missing and store is not None:
+        _remember(store, keys, content_keys)
         store.prune()
     return {job: done[job] for job in wanted}
 
@@ -142,9 +142,14 @@ class _SourceKeys:
     """Cache keys of jobs, from the text of the source files alone."""
 
     def __init__(self, version: str):
+        self._version = version
         self._compiler = (version, worker_digest())
         self._digests: dict[str, str] = {}
         self._imports: dict[str, tuple[str, frozenset[str]]] = {}
+
+    def reread(self) -> _SourceKeys:
+        """Keys from the files as they are now."""
+        return _SourceKeys(self._version)
 
     def key(self, job: Job) -> str:
         kernel, target = job
@@ -201,6 +206,14 @@ def _recall(store: CodeCache, source_key: str, job: Job) -> CompiledKernel | Non
         return _compiled(job, data)
     except ArtifactError:
         return None
+
+
+def _remember(store: CodeCache, keys: _SourceKeys, content_keys: Mapping[Job, str]) -> None:
+    """Note which contents came of which sources, unless these were edited while the compiler ran."""
+    now = keys.reread()
+    for job, content_key in content_keys.items():
+        if now.key(job) == keys.key(job):
+            store.write(keys.key(job), content_key.encode())
 
 
 def _compiled(job: Job, data: bytes) -> CompiledKernel:
