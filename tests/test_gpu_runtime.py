@@ -305,6 +305,18 @@ def test_a_damaged_binary(artifact: Path, tmp_path: Path, tiny_artifact: Path) -
         loader.load(damaged, LoadOptions(kv_gib=0.05, verify="structure"))
 
 
+def test_what_only_another_target_uses_is_not_hashed(artifact: Path, tmp_path: Path, tiny_artifact: Path) -> None:
+    damaged = gpu_artifact(tiny_artifact, tmp_path / "a")
+    (damaged / "kernels" / "norm.cubin").write_bytes(b"\x7fELF and mor3")
+    opened = loader.Artifact.open(damaged)
+    whole, cpu = opened.verify("structure"), str(Target.native())
+    assert whole == 0 and opened.verify("quick", target=cpu) > 0
+    loader.load(damaged, LoadOptions(kv_gib=0.05, threads=1, target=Target.native()))
+    for level, target in (("quick", None), ("quick", "cuda:sm_90a"), ("full", cpu)):
+        with pytest.raises(ArtifactError, match=r"kernels/norm\.cubin is damaged"):
+            opened.verify(level, target=target)
+
+
 def test_inputs_and_outputs_are_copied_as_far_as_a_step_uses_them(artifact: Path) -> None:
     loader.load(artifact, SMALL)
     inputs, outputs = GpuDouble.made[0]._extents

@@ -34,7 +34,8 @@ from tokenspeed.step import IO, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
 FORMAT_VERSION = 2
-"""History: 2 (2026-11-29) GPU targets: binaries; step_sizes in region io. 1 (2026-11-29) CPU targets: graphs, packed weights, tokenizer, selection, program."""
+"""History: 2 (2026-11-29) GPU targets: binaries; step_sizes in region io. 1 (2026-11-29) CPU targets: graphs, packed
+weights, tokenizer, selection, program."""
 
 NATIVE_LIBRARY = "native"
 """Library of the CPU kernels' symbols; its ABI number is that of the C++ module."""
@@ -48,7 +49,7 @@ MANIFEST = "manifest.json"
 DIGEST = "DIGEST"
 VERIFY_LEVELS = ("structure", "quick", "full")
 """structure: the manifest's own digest, every file present with its size; quick (what serving does): also the
-digest of every file but weights; full: also the digest of the weights, and nothing that the manifest does not list."""
+digest of every file but weights, and of what only other targets use; full: also the digest of the weights, and nothing that the manifest does not list."""
 
 _CHUNK = 1 << 22
 _MOST = 1 << 62  # more than any size or count
@@ -306,12 +307,15 @@ class Artifact:
         except (ValueError, RecursionError) as e:
             raise ArtifactError(f"{self.path}: {name} is not JSON: {e}", hint="rebuild the artifact") from None
 
-    def verify(self, level: str = "full") -> int:
+    def verify(self, level: str = "full", *, target: str | None = None) -> int:
         """Check the files against the manifest at ``level`` (one of VERIFY_LEVELS); returns the bytes hashed.
+
+        With ``target``, level quick leaves out graphs and kernels that only other targets use.
 
         Raises ArtifactError naming the first file that is missing, resized, damaged or unlisted.
         """
         hashed = 0
+        unused = set() if target is None else self._used_by(target, others=True) - self._used_by(target, others=False)
         for name, entry in sorted(self.manifest.files.items()):
             at = self.locate(name)
             if at.bytes != entry.bytes:
@@ -319,7 +323,7 @@ class Artifact:
                     f"{self.path}: {name} has {at.bytes} bytes; the manifest says {entry.bytes}",
                     hint="the copy was cut short: copy the artifact again, or rebuild it",
                 )
-            if level == "full" or (level == "quick" and not name.startswith("weights/")):
+            if level == "full" or (level == "quick" and not name.startswith("weights/") and name not in unused):
                 digest = _hash_location(at)
                 hashed += at.bytes
                 if digest != entry.sha256:
@@ -336,6 +340,11 @@ class Artifact:
                     hint="remove what does not belong to the artifact, or rebuild it",
                 )
         return hashed
+
+    def _used_by(self, target: str, *, others: bool) -> set[str]:
+        """Graphs and kernels of a target, or of all other ones."""
+        sections = [s for s in self.manifest.targets if (s.target != target) is others]
+        return {b.graph for s in sections for b in s.buckets} | {b.file for s in sections for b in s.binaries}
 
 
 def _tar_locations(path: Path) -> dict[str, Location]:

@@ -80,8 +80,8 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
     with trace.span("open artifact"):
         artifact = Artifact.open(Path(path))
     preparation = _Preparation(artifact, options, seconds)
-    verifying = _Background("tokenspeed-verify", lambda: _verify(artifact, options.verify, seconds))
     preparing = _Background("tokenspeed-device", preparation.run)
+    verifying = _Background("tokenspeed-verify", lambda: _verify(artifact, preparation, options.verify, seconds))
     try:
         if artifact.locate(TOKENIZER).bytes > LARGE_TOKENIZER_BYTES:
             preparation.weights_on_their_way.wait()
@@ -118,6 +118,8 @@ class _Preparation:
         device: sealed.
         graphs: handles parallel to ``section.buckets``.
         num_pages: KV pages.
+        target: the name of the section's target; None while that is not known.
+        chosen: set once it is, or never will be.
         weights_on_their_way: set once their loading has begun, or never will.
     """
 
@@ -131,12 +133,15 @@ class _Preparation:
         self._artifact = artifact
         self._options = options
         self._seconds = seconds
+        self.target: str | None = None
+        self.chosen = threading.Event()
         self.weights_on_their_way = threading.Event()
 
     def run(self) -> None:
         try:
             self._run()
         finally:
+            self.chosen.set()
             self.weights_on_their_way.set()
 
     def _run(self) -> None:
@@ -146,6 +151,8 @@ class _Preparation:
                 manifest, options.target, options.device, threads=options.threads, pin=options.pin
             )
             _check_kernels(self.section)
+        self.target = self.section.target
+        self.chosen.set()
         with _timed(self._seconds, "open"):
             self.device = self.place.open()
         self.num_pages = plan_pages(
@@ -277,9 +284,10 @@ def _check_kernels(section: TargetSection) -> None:
         )
 
 
-def _verify(artifact: Artifact, level: str, seconds: dict[str, float]) -> None:
+def _verify(artifact: Artifact, preparation: _Preparation, level: str, seconds: dict[str, float]) -> None:
+    preparation.chosen.wait()
     with _timed(seconds, "verify"):
-        artifact.verify(level)
+        artifact.verify(level, target=preparation.target)
 
 
 def _settle_gently(place: Place, device: Any) -> None:
