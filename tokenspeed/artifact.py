@@ -49,7 +49,8 @@ MANIFEST = "manifest.json"
 DIGEST = "DIGEST"
 VERIFY_LEVELS = ("structure", "quick", "full")
 """structure: the manifest's own digest, every file present with its size; quick (what serving does): also the
-digest of every file but weights, and of what only other targets use; full: also the digest of the weights, and nothing that the manifest does not list."""
+digest of every file but weights, and but what only other targets use; full: also the digest of the weights, and
+nothing that the manifest does not list."""
 
 _CHUNK = 1 << 22
 _MOST = 1 << 62  # more than any size or count
