@@ -320,7 +320,7 @@ def chunk_tile(target: Target, dtype: str, sizes: Mapping[str, int]) -> Tile:
     if dtype == "float32":
         tile = Tile(16, 4 if head_dim <= 64 else 8, 1)
     elif target.backend == "cuda" and target.arch != "sm_120a":
-        tile = Tile(128, 8, 3) if head_dim <= 128 else Tile(64, 8, 3)
+        tile = Tile(64, 4, 3) if head_dim <= 128 else Tile(64, 8, 3)
     else:
         rows = 64 if head_dim <= 128 else 32
         tile = Tile(rows, 8, 2) if target.backend == "cuda" else Tile(rows, 4, 1)
@@ -328,9 +328,11 @@ def chunk_tile(target: Target, dtype: str, sizes: Mapping[str, int]) -> Tile:
 
 
 def token_tile(target: Target, dtype: str, sizes: Mapping[str, int]) -> Tile:
-    """Of paged_attention_token and paged_attention_split: the least rows that the matrix unit takes."""
+    """Of paged_attention_token and paged_attention_split: the least rows that the matrix unit takes. Few programs need
+    deep pipelines to keep memory busy; many do that together, and better with room for more of them."""
     group = sizes["num_heads"] // sizes["num_kv_heads"]
-    stages = 3 if target.backend == "cuda" and dtype == "bfloat16" else 1
+    crowded = sizes["num_seqs"] * sizes["num_kv_heads"] >= PROGRAMS
+    stages = (2 if crowded else 3) if target.backend == "cuda" and dtype == "bfloat16" else 1
     warps = 8 if dtype == "float32" and sizes["head_dim"] > 128 else 4
     return Tile(max(16, _power_of_two(group)), warps, stages)
 
