@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed import _native
-from tokenspeed.artifact import DIGEST, MANIFEST
+from tokenspeed.artifact import DEVICE_ABI, DEVICE_LIBRARY, DIGEST, MANIFEST
 from tokenspeed.step import align
 
 H200 = (0, "NVIDIA H200", "sm_90", 140 << 30, 13000)
+LOST = "the device NVIDIA H200 is lost: it has fallen off the bus"
 Extent = tuple[int, int, int, int]
 
 
@@ -136,7 +137,7 @@ class GpuDouble:
 
     def _require_working(self) -> None:
         if self._lost:
-            raise _native.DeviceLostError("the GPU has fallen off the bus")
+            raise _native.DeviceLostError(LOST)
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
@@ -145,7 +146,7 @@ class GpuDouble:
             error: BaseException | None = None
             if self._lost or ticket == self.lose:
                 self._lost = True
-                error = _native.DeviceLostError("the GPU has fallen off the bus")
+                error = _native.DeviceLostError(LOST)
             elif ticket in self.fail:
                 error = _native.DeviceError("an illegal instruction")
             else:
@@ -196,8 +197,8 @@ def gpu_artifact(cpu: Path, path: Path, *, keep_cpu: bool = True, target: str = 
     section = {
         **manifest["targets"][0],
         "target": target,
-        "kernel_library": "triton",
-        "kernel_abi": 1,
+        "kernel_library": DEVICE_LIBRARY,
+        "kernel_abi": DEVICE_ABI,
         "binaries": [{"name": "norm", "file": "kernels/norm.cubin"}],
     }
     manifest["targets"] = [*(manifest["targets"] if keep_cpu else ()), section]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_double import H200, GpuDouble, gpu_artifact, plug_in
+from gpu_double import H200, LOST, GpuDouble, gpu_artifact, plug_in
 from server_harness import running
 from tiny_artifact import cli_environment
 
@@ -150,9 +150,9 @@ def test_a_lost_device_ends_every_request_and_the_engine(artifact: Path) -> None
     for sink in sinks:
         last = sink.all()[-1]
         assert last.finish_reason is FinishReason.ERROR
-        assert last.error == "the device is lost: the GPU has fallen off the bus"
+        assert last.error == LOST
     engine._thread.join(10)
-    assert not engine.alive and told == ["the device is lost: the GPU has fallen off the bus"]
+    assert not engine.alive and told == [LOST]
     with pytest.raises(EngineClosedError):
         engine.submit([1], SamplingParams(), Collect())
     late: list[str] = []
@@ -173,10 +173,10 @@ def test_a_server_whose_device_is_lost_ends(artifact: Path) -> None:
         )
         GpuDouble.lose = GpuDouble.made[0]._tickets + 3
         r = server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 100, "ignore_eos": True})
-        assert r.status_code == 500 and "the GPU has fallen off the bus" in r.json()["error"]["message"]
+        assert r.status_code == 500 and LOST in r.json()["error"]["message"]
         server.join()
     assert isinstance(server.failure, EngineFailedError)
-    assert server.failure.message == "the device is lost: the GPU has fallen off the bus"
+    assert server.failure.message == LOST
     engine.close(drain=False)
 
 
@@ -208,12 +208,12 @@ def test_the_serving_process_exits_with_an_error_of_its_own(artifact: Path, tmp_
         url = ready.split(" at ")[1].split()[0]
         body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as r:
-            assert "the device is lost" in r.read().decode()
+            assert LOST in r.read().decode()
         began = time.monotonic()
         _, err = server.communicate(timeout=20)
         assert time.monotonic() - began < 10
         assert err.splitlines() == [
-            "error: the device is lost: the GPU has fallen off the bus",
+            f"error: {LOST}",
             "hint: start the server again; the requests that ran were ended",
         ]
         assert server.returncode == EngineFailedError.exit_code == 10

@@ -285,8 +285,8 @@ class Engine:
             while self._wait_for_work():
                 self._take_inbox()
                 self._step()
-        except DeviceError as e:  # of a device that is lost: no step will run any more
-            reason, error = FinishReason.ERROR, f"the device is lost: {e}"
+        except DeviceError as e:  # of a device that is lost, which it says: no step will run any more
+            reason, error = FinishReason.ERROR, str(e)
         except BaseException as e:  # a bug of ours
             reason, error = FinishReason.ERROR, f"the engine failed: {e!r}"
             raise

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed import _native
-from tokenspeed.artifact import Artifact, TargetSection
+from tokenspeed.artifact import DEVICE_ABI, DEVICE_LIBRARY, NATIVE_LIBRARY, Artifact, TargetSection
 from tokenspeed.errors import ArtifactError, ResourceError, UsageError
 from tokenspeed.runtime import trace
 from tokenspeed.runtime.executor import Executor
@@ -31,8 +31,6 @@ TOKENIZER = "tokenizer/tokenizer.json"
 LARGE_TOKENIZER_BYTES = 4 << 20
 """The library that parses tokenizers keeps the interpreter's lock meanwhile: a quarter of a second for a vocabulary of
 100000. One that is larger than this waits until the weights stream, which needs no lock."""
-GPU_KERNEL_LIBRARY = ("triton", 1)
-"""Name and ABI of the kernels that GPU sections bring along."""
 
 
 @dataclass(frozen=True)
@@ -275,7 +273,8 @@ def plan_pages(artifact: Artifact, section: TargetSection, kv_gib: float | None,
 
 
 def _check_kernels(section: TargetSection) -> None:
-    have = GPU_KERNEL_LIBRARY if Target.parse(section.target).is_gpu else ("native", _native.KERNEL_ABI)
+    is_gpu = Target.parse(section.target).is_gpu
+    have = (DEVICE_LIBRARY, DEVICE_ABI) if is_gpu else (NATIVE_LIBRARY, _native.KERNEL_ABI)
     if (section.kernel_library, section.kernel_abi) != have:
         raise ArtifactError(
             f"the artifact was built against kernels {section.kernel_library!r} ABI {section.kernel_abi}; this runtime"
