@@ -285,6 +285,23 @@ def test_too_much_shared_memory_says_how_much() -> None:
     assert e.value.hint == "use smaller tiles or fewer stages in tiny_kernels for cuda:sm_120a"
 
 
+def test_an_error_ends_every_worker(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    started: list[codegen._Worker] = []
+    start = codegen._Worker.__init__
+
+    def recorded(self: codegen._Worker, *args: Any) -> None:
+        start(self, *args)
+        started.append(self)
+
+    monkeypatch.setattr(codegen._Worker, "__init__", recorded)
+    too_large = (product_kernel(tile=128, num_stages=6), Target("cuda", "sm_120a"))
+    with pytest.raises(TargetError, match="bytes of shared memory a block"):
+        compile_kernels([too_large, *((scale_kernel(2**n), HOPPER) for n in range(1, 11))], workers=2)
+    assert len(started) == 2 and all(worker._process.poll() is not None for worker in started)
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("terminal", [True, False])
 def test_a_bar_moves_on_a_terminal_only(tmp_path: Path, terminal: bool) -> None:
     class Stream(io.StringIO):

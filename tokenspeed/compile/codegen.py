@@ -19,9 +19,9 @@ import queue
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
@@ -100,8 +100,11 @@ def compile_kernels(
     done = {job: compiled for job, compiled in recalled.items() if compiled is not None}
     missing = [job for job in wanted if job not in done]
     content_keys: dict[Job, str] = {}
-    with _bar(progress, len(done), len(wanted)) as bar:
-        for job, content_key, data in _compile(missing, workers or _num_cpus(), cache) if missing else ():
+    with (
+        _bar(progress, len(done), len(wanted)) as bar,
+        closing(_compile(missing, workers or _num_cpus(), cache)) as made,
+    ):
+        for job, content_key, data in made:
             done[job], content_keys[job] = _compiled(job, data), content_key
             bar.update()
     if missing and store is not None:
@@ -256,11 +259,13 @@ def _size(kind: str) -> int:
 # --- processes that compile ---------------------------------------------------------------------
 
 
-def _compile(jobs: Sequence[Job], workers: int, cache: Path | None) -> Iterator[tuple[Job, str, bytes]]:
+def _compile(jobs: Sequence[Job], workers: int, cache: Path | None) -> Generator[tuple[Job, str, bytes], None, None]:
     """(job, content key, content) of every job, in the order in which they are done.
 
     After a failure no further job is started; of several, the error of the first job is raised.
     """
+    if not jobs:
+        return
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tokenspeed-codegen-")))
         count = min(workers, len(jobs))
