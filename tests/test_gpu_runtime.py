@@ -161,6 +161,19 @@ def test_a_lost_device_ends_every_request_and_the_engine(artifact: Path) -> None
     assert engine.close(timeout=5)
 
 
+def test_closing_does_not_wait_for_a_device_that_hangs(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tokenspeed.runtime.engine.HANG_SECONDS", 0.3)
+    engine = load(artifact, options=SMALL)
+    GpuDouble.gate.clear()
+    engine.submit([1, 2, 3], SamplingParams(max_tokens=5, ignore_eos=True), Collect())
+    began = time.monotonic()
+    while not GpuDouble.made[0].most_in_flight and time.monotonic() - began < 10:
+        time.sleep(0.001)
+    assert not engine.close(timeout=0.1)
+    assert time.monotonic() - began < 10 and GpuDouble.made[0].closed
+    engine._thread.join(10)
+
+
 def test_a_server_whose_device_is_lost_ends(artifact: Path) -> None:
     engine = load(artifact, options=SMALL)
     with running(engine) as server:

@@ -101,6 +101,7 @@ def _run(args: argparse.Namespace) -> int:
                     "share_of_read_bandwidth": f.share_of_read_bandwidth,
                     "share_of_matmul": f.share_of_matmul,
                     "step_seconds": f.step_seconds,
+                    "bare_step_seconds": f.bare_step_seconds,
                     "host_seconds": f.host_seconds,
                 }
                 for f in figures
@@ -127,11 +128,12 @@ def _print(data: dict[str, Any]) -> None:
         print(f"ceilings: read {ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s,"
               f" matmul {ceilings['matmul_flops'] / 1e9:.0f} GFLOP/s")  # fmt: skip
     print(f"peak memory: {data['peak_memory_bytes'] / 1e6:.0f} MB")
-    print(f"\n{'case':<14}{'tokens/s':>10}{'of read':>10}{'of matmul':>11}{'ms/step':>10}{'host us':>9}")
+    print(f"\n{'case':<14}{'tokens/s':>10}{'of read':>10}{'of matmul':>11}{'ms/step':>10}{'bare ms':>10}{'host us':>9}")
     for f in data["figures"]:
         shares = f"{_percent(f['share_of_read_bandwidth']):>10}{_percent(f['share_of_matmul']):>11}"
-        times = f"{_scaled(f['step_seconds'], 1e3, 3):>10}{_scaled(f['host_seconds'], 1e6, 0):>9}"
-        print(f"{f['case']:<14}{f['tokens_per_second']:>10.0f}{shares}{times}".rstrip())
+        steps = f"{_scaled(f['step_seconds'], 1e3, 3):>10}{_scaled(f['bare_step_seconds'], 1e3, 3):>10}"
+        host = f"{_scaled(f['host_seconds'], 1e6, 0):>9}"
+        print(f"{f['case']:<14}{f['tokens_per_second']:>10.0f}{shares}{steps}{host}".rstrip())
 
 
 def _percent(share: float | None) -> str:

@@ -12,6 +12,7 @@ import resource
 import statistics
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,10 +20,12 @@ from tokenspeed import _native
 from tokenspeed.errors import UsageError
 from tokenspeed.runtime.engine import Engine
 from tokenspeed.runtime.request import EngineEvent, SamplingParams
+from tokenspeed.runtime.steps import MadeStep, Sampling, SequencePart
 from tokenspeed.target import Target
 
 DECODE_PROMPT_TOKENS = 64
 DECODE_NEW_TOKENS = 64
+BARE_STEPS = DECODE_NEW_TOKENS
 CEILING_BYTES = 256 << 20
 
 
@@ -54,8 +57,9 @@ class Ceilings:
 @dataclass(frozen=True)
 class Figure:
     """One case: tokens/s (median, and all rounds), and the shares of the ceilings that it reaches (None without a
-    ceiling). ``step_seconds`` is the time of a decode step, ``host_seconds`` the median of what the host spends to
-    plan, submit and commit one that all sequences of the case are in; both None for a prefill."""
+    ceiling). Of decodes alone: ``step_seconds`` is the time of a step; ``bare_step_seconds`` that of a step when the
+    host only starts prepared ones, so that the difference is what the device waits for the host; ``host_seconds`` the
+    median of what the host spends to plan, submit and commit a step that all sequences of the case are in."""
 
     case: Case
     tokens_per_second: float
@@ -63,6 +67,7 @@ class Figure:
     share_of_read_bandwidth: float | None
     share_of_matmul: float | None
     step_seconds: float | None
+    bare_step_seconds: float | None
     host_seconds: float | None
 
 
@@ -101,7 +106,9 @@ def measure(
             engine.host_times.steps.clear()
             speed = run_case(engine, case, seed=number)
             host = [seconds for seqs, seconds in list(engine.host_times.steps) if seqs == case.size]
-            runs[case].append(_Run(speed, ceilings, host if case.kind == "decode" else []))
+            decode = case.kind == "decode"
+            bare = bare_step_seconds(engine, case.size) if decode else None
+            runs[case].append(_Run(speed, ceilings, host if decode else [], bare))
     every = [run.ceilings for case in fitting for run in runs[case]]
     typical = Ceilings(_median([c.read_bandwidth for c in every]), _median([c.matmul for c in every]))
     return [_figure(engine, case, runs[case]) for case in fitting], typical
@@ -129,6 +136,30 @@ def profile(engine: Engine, case: Case) -> list[tuple[str, float]]:
     raise AssertionError("the scheduler planned no such step")
 
 
+def bare_step_seconds(engine: Engine, sequences: int) -> float:
+    """Seconds of a decode step when the host does nothing but start steps prepared beforehand, as many in flight as the
+    device takes. The engine must be idle."""
+    executor, envelope = engine.loaded.executor, engine.loaded.artifact.manifest.envelope
+    page_size = envelope.page_size
+    position = DECODE_PROMPT_TOKENS + DECODE_NEW_TOKENS // 2
+    each = min(position // page_size + 1, engine.loaded.num_pages // sequences)
+    position = min(position, each * page_size - 1)
+    parts = [
+        SequencePart([None], position, range(i * each, (i + 1) * each), slot=i, sampling=Sampling())
+        for i in range(sequences)
+    ]
+    prepared = [MadeStep(i, parts, page_size, envelope.pages_per_seq) for i in range(executor.io_sets)]
+    in_flight = deque(executor.submit(step) for step in prepared)
+    began = time.perf_counter()
+    for number in range(BARE_STEPS):
+        executor.wait(in_flight.popleft())
+        in_flight.append(executor.submit(prepared[number % executor.io_sets]))
+    seconds = (time.perf_counter() - began) / BARE_STEPS
+    for step in in_flight:
+        executor.wait(step)
+    return seconds
+
+
 def peak_memory_bytes() -> int:
     """Peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -146,6 +177,7 @@ class _Run:
     tokens_per_second: float
     ceilings: Ceilings
     host_seconds: list[float]
+    bare_step_seconds: float | None
 
 
 def _median(values: Sequence[float | None]) -> float | None:
@@ -175,6 +207,7 @@ def _figure(engine: Engine, case: Case, runs: list[_Run]) -> Figure:
         share(bytes_per_token, [run.ceilings.read_bandwidth for run in runs]),
         share(flops_per_token, [run.ceilings.matmul for run in runs]),
         case.size / speed if decode else None,
+        _median([run.bare_step_seconds for run in runs]),
         _median([seconds for run in runs for seconds in run.host_seconds]),
     )
 

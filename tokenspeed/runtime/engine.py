@@ -35,6 +35,10 @@ MAX_WAITING = 1024
 """Requests that may wait when no other limit is given; one more is refused with QueueFullError."""
 
 
+HANG_SECONDS = 30.0
+"""Closing gives the steps in flight this long; then the device hangs, and is left behind for the process to end."""
+
+
 @dataclass(slots=True)
 class _Live:
     """A request that the scheduler holds."""
@@ -262,7 +266,7 @@ class Engine:
             self._stopped = True
             self._wake.notify_all()
         if threading.current_thread() is not self._thread:
-            self._thread.join()
+            self._thread.join(HANG_SECONDS)  # it ends after the steps in flight, unless the device hangs
         self._executor.device.close()
         atexit.unregister(self._close_at_exit)
         return finished
