@@ -89,7 +89,7 @@ def test_build_with_defaults_goes_to_artifacts_by_name(
     assert (envelope.dtype, envelope.max_model_len, envelope.max_num_seqs) == ("bfloat16", 65536, 64)
     assert envelope.targets == (Target.native(),)
     stages = [line.split()[0] for line in ran.err.splitlines()]
-    assert stages == ["checkpoint", "program", "lower", "weights", "graphs", "seal"]
+    assert stages == ["checkpoint", "program", "select", "lower", "weights", "graphs", "seal"]
     assert [p.name for p in Path("artifacts").iterdir()] == ["tiny-llama"]
     run("build", tiny_checkpoint).refused(7, "artifacts/tiny-llama exists already", "pass --force to replace it")
 
@@ -363,7 +363,7 @@ def test_exit_codes_say_what_kind_of_thing_went_wrong(run: Run, tiny_checkpoint:
         (4, "dtype (set by flag) is 'int4'", ("build", tiny_checkpoint, "--dtype", "int4")),
         (5, "need triton (pinned)", ("build", tiny_checkpoint, "--solution", "sample=triton")),
         (7, "no artifact at absent", ("verify", "absent")),
-        (8, "unknown target 'cuda:sm_90a'", ("build", tiny_checkpoint, "--target", "cuda:sm_90a")),
+        (8, "unknown target 'cuda:sm_75'", ("build", tiny_checkpoint, "--target", "cuda:sm_75")),
         (8, "unknown target 'cpu:z80'", ("run", tiny_artifact, "x", "--target", "cpu:z80")),
         (9, "does not fit in memory", ("run", tiny_artifact, "x", "--kv-gib", "0.0001")),
     ]
