@@ -74,7 +74,8 @@ nb::object view_of(const GpuDevice& device, std::string_view name) {
   return RegionBuffer::view(device.host_io());
 }
 
-uint64_t submit(GpuDevice& device, int graph, int64_t num_tokens, int64_t num_seqs, int64_t num_logit_rows, int io_set) {
+uint64_t submit(GpuDevice& device, int graph, int64_t num_tokens, int64_t num_seqs, int64_t num_logit_rows,
+                int io_set) {
   return device.submit(graph, {num_tokens, num_seqs, num_logit_rows}, io_set);
 }
 
@@ -129,34 +130,34 @@ void bind_gpu_device(nb::module_& m) {
                         "method raises DeviceLostError once the device is lost.")
       .def("__init__", &make_device, "backend"_a, "ordinal"_a = 0, "io_sets"_a = 2, "min_driver_version"_a = 0,
            "library"_a = "",
-           "Open device `ordinal` of backend 'cuda' or 'hip' for `io_sets` steps in flight. `min_driver_version` is in\n"
-           "the driver's own counting (12040 is CUDA 12.4); `library` is a path to use in place of the system's driver.\n"
-           "Raises DeviceError, saying what to install.")
+           "Open device `ordinal` of backend 'cuda' or 'hip' for `io_sets` steps in flight. `min_driver_version` is\n"
+           "in the driver's own counting (12040 is CUDA 12.4); `library` is a path to use in place of the system's\n"
+           "driver. Raises DeviceError, saying what to install.")
       .def("load_weights", &load_weights, "path"_a, "file_offset"_a, "nbytes"_a, "num_threads"_a = 0,
            "piece_bytes"_a = 0, Release(),
-           "Allocate region weights and fill it with a range of a file, through pinned buffers that num_threads threads\n"
-           "(0: one per usable core, 16 at most) fill with piece_bytes (0: 4 MiB) at a time. Other regions, code objects\n"
-           "and graphs may be loaded meanwhile. Raises DeviceError.")
+           "Allocate region weights and fill it with a range of a file, through pinned buffers that num_threads\n"
+           "threads (0: one per usable core, 16 at most) fill with piece_bytes (0: 4 MiB) at a time. Other regions,\n"
+           "code objects and graphs may be loaded meanwhile. Raises DeviceError.")
       .def("allocate", &allocate, "region"_a, "nbytes"_a, Release(),
            "Allocate region kv, arena or state; zeroed, but for kv. Raises DeviceError, saying what to change when\n"
            "memory is short.")
       .def("allocate_io", &GpuDevice::allocate_io, "input_bytes"_a, "nbytes"_a, "step_sizes_offset"_a = -1, Release(),
            "Allocate region io on the device and, for each io set, pinned on the host. A step copies bytes\n"
-           "[0, input_bytes) to the device and [input_bytes, nbytes) back. If step_sizes_offset is not negative, submit\n"
-           "writes int32[4] there: its three sizes and 0. Raises DeviceError.")
+           "[0, input_bytes) to the device and [input_bytes, nbytes) back. If step_sizes_offset is not negative,\n"
+           "submit writes int32[4] there: its three sizes and 0. Raises DeviceError.")
       .def("bind_io", &bind_io, "inputs"_a, "outputs"_a,
-           "Say how much of each io tensor a step uses, so that no more is copied: (offset, item_bytes, scalar, extra)\n"
-           "for item_bytes x (STEP_SCALARS[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in ascending\n"
-           "order of offsets. Without it a step copies all inputs and outputs. Raises DeviceError.")
+           "Say how much of each io tensor a step uses, so that no more is copied: (offset, item_bytes, scalar,\n"
+           "extra) for item_bytes x (STEP_SCALARS[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in\n"
+           "ascending order of offsets. Without it a step copies all inputs and outputs. Raises DeviceError.")
       .def("view", &view_of, "region"_a, nb::sig("def view(self, region: str) -> memoryview"),
            "The host's bytes of region io, writable: set s begins at s times the region's size rounded up to 4096. It\n"
            "may outlive the device. Raises DeviceError.")
       .def("load_binary", &load_binary, "name"_a, "data"_a,
-           "Load a code object (cubin or hsaco), which graphs name by `name`. Several threads may do so at once. Raises\n"
-           "GraphError when it is damaged or for another GPU, DeviceError.")
+           "Load a code object (cubin or hsaco), which graphs name by `name`. Several threads may do so at once.\n"
+           "Raises GraphError when it is damaged or for another GPU, DeviceError.")
       .def("load_graph", &load_graph, "data"_a, "kv_page_stride"_a,
-           "Check a LaunchGraph, bind it to regions and code objects, and instantiate it; returns its handle. KV pages\n"
-           "are kv_page_stride bytes apart. Raises GraphError, naming node and argument, DeviceError.")
+           "Check a LaunchGraph, bind it to regions and code objects, and instantiate it; returns its handle. KV\n"
+           "pages are kv_page_stride bytes apart. Raises GraphError, naming node and argument, DeviceError.")
       .def("submit", &submit, "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_set"_a = 0,
            "Queue a step behind those in flight and return its ticket: inputs of io set `io_set` to the device, the\n"
            "graph, outputs back. The set is the device's until wait(ticket). Raises DeviceError.")
@@ -167,10 +168,10 @@ void bind_gpu_device(nb::module_& m) {
       .def("seal", &GpuDevice::seal, Release(),
            "From here on allocate, bind_io, load_weights, load_binary and load_graph raise DeviceError.")
       .def("counters", &counters_of, nb::sig("def counters(self) -> dict[str, int]"),
-           "What the device has done so far: steps, nodes, graphs_loaded, modules_loaded, graph_instantiations, captures,\n"
-           "compilations, regions_allocated, bytes_allocated; since seal(): graphs_loaded_after_seal,\n"
-           "modules_loaded_after_seal, graph_instantiations_after_seal, captures_after_seal, compilations_after_seal,\n"
-           "allocations_after_seal, refused_after_seal.")
+           "What the device has done so far: steps, nodes, graphs_loaded, modules_loaded, graph_instantiations,\n"
+           "captures, compilations, regions_allocated, bytes_allocated; since seal(): graphs_loaded_after_seal,\n"
+           "modules_loaded_after_seal, graph_instantiations_after_seal, captures_after_seal,\n"
+           "compilations_after_seal, allocations_after_seal, refused_after_seal.")
       .def("spans", &GpuDevice::spans,
            "Where the time of the start went: (what, start, seconds), starts on the clock of time.monotonic().")
       .def("memory", &GpuDevice::memory, Release(), "(free, total) bytes of the device's memory. Raises DeviceError.")
@@ -187,6 +188,6 @@ void bind_gpu(nb::module_& m) {
   nb::exception<DeviceLostError>(m, "DeviceLostError", m.attr("DeviceError").ptr());
   bind_gpu_device(m);
   m.def("gpu_devices", &gpu_devices, "backend"_a, "library"_a = "",
-        "The GPUs of backend 'cuda' or 'hip': ([(ordinal, name, arch, total bytes, driver version)], reason why there are\n"
-        "none). Starts the driver if there is one. Raises DeviceError for an unknown backend.");
+        "The GPUs of backend 'cuda' or 'hip': ([(ordinal, name, arch, total bytes, driver version)], reason why there\n"
+        "are none). Starts the driver if there is one. Raises DeviceError for an unknown backend.");
 }

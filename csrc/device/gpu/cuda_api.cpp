@@ -127,6 +127,10 @@ class CudaDriver final : public Driver {
     while (*known) {  // it ends with an error at the first index that there is not
       const Status s = parameter_info_(function, sizes->size(), &offset, &size);
       if (s == status::kInvalidValue) break;
+      if (s == status::kNotSupported) {
+        *known = false;
+        break;
+      }
       if (s != status::kSuccess) return s;
       sizes->push_back(size);
     }

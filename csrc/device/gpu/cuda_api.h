@@ -11,20 +11,17 @@ namespace tokenspeed::device::gpu {
 
 namespace cuda {
 
-enum : int {
-  kAttributeMajor = 75,  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
-  kAttributeMinor = 76,
-  kAttributeMaxSharedOptin = 97,
-  kFunctionStaticShared = 1,  // CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
-  kFunctionMaxDynamicShared = 8,
-  kFunctionNonPortableCluster = 14,
-  kNodeTypeKernel = 0,
-  kLaunchAttributeCluster = 4,
-  kAllocationPinned = 1,
-  kLocationDevice = 1,
-  kAccessReadWrite = 3,
-  kGranularityRecommended = 1,
-};
+inline constexpr int kAttributeMajor = 75;  // CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR
+inline constexpr int kAttributeMinor = 76;
+inline constexpr int kAttributeMaxSharedOptin = 97;
+inline constexpr int kFunctionMaxDynamicShared = 8;  // CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+inline constexpr int kFunctionNonPortableCluster = 14;
+inline constexpr int kNodeTypeKernel = 0;
+inline constexpr int kLaunchAttributeCluster = 4;
+inline constexpr int kAllocationPinned = 1;
+inline constexpr int kLocationDevice = 1;
+inline constexpr int kAccessReadWrite = 3;
+inline constexpr int kGranularityRecommended = 1;
 
 struct MemLocation {  // CUmemLocation
   int type, id;

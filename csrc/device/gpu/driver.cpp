@@ -16,8 +16,14 @@ struct Vendor {
 };
 
 constexpr Vendor kVendors[] = {
-    {"cuda", {"libcuda.so.1", "libcuda.so", nullptr}, "NVIDIA driver", "install NVIDIA's driver (in a container, pass the GPU in, e.g. `--gpus all`)"},
-    {"hip", {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"}, "AMD HIP runtime", "install AMD's driver and the ROCm package hip-runtime-amd, 6.0 or newer"},
+    {"cuda",
+     {"libcuda.so.1", "libcuda.so", nullptr},
+     "NVIDIA driver",
+     "install NVIDIA's driver (in a container, pass the GPU in, e.g. `--gpus all`)"},
+    {"hip",
+     {"libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so"},
+     "AMD HIP runtime",
+     "install AMD's driver and the ROCm package hip-runtime-amd, 6.0 or newer"},
 };
 
 const Vendor& vendor_of(Backend backend) { return kVendors[static_cast<int>(backend)]; }
@@ -51,33 +57,6 @@ Backend backend_by_name(std::string_view name) {
 
 const char* backend_name(Backend backend) noexcept { return vendor_of(backend).name; }
 
-bool is_sticky(Status code) noexcept {
-  switch (code) {
-    case 4:    // the driver is shutting down
-    case 46:   // the device is unavailable
-    case 214:  // uncorrectable memory error
-    case 220:  // uncorrectable NVLink error
-    case 226:  // contained error
-    case 700:  // illegal address
-    case 702:  // launch timed out
-    case 709:  // the context is destroyed
-    case 710:  // assertion in a kernel
-    case 714:  // hardware stack error
-    case 715:  // illegal instruction
-    case 716:  // misaligned address
-    case 717:  // invalid address space
-    case 718:  // invalid program counter
-    case 719:  // launch failed
-    case 721:  // tensor memory leak
-    case 999:  // unknown, after which nothing is certain
-    case 1052:  // HSA runtime memory call
-    case 1053:  // HSA runtime call
-      return true;
-    default:
-      return false;
-  }
-}
-
 Driver::~Driver() = default;  // the library stays: drivers do not unload cleanly
 
 void* Driver::find(const char* name, bool optional) const {
@@ -94,12 +73,16 @@ std::shared_ptr<const Driver> open_driver(Backend backend, const std::string& li
   void* handle = open_library(vendor, &name);
   if (handle == nullptr) {
     const char* reason = dlerror();
-    throw DeviceError(std::string("no ") + vendor.product + " is installed: need " + vendor.libraries[0] + ", have none (" +
-                      (reason != nullptr ? reason : "not found") + "): " + vendor.advice);
+    throw DeviceError(std::string("no ") + vendor.product + " is installed: need " + vendor.libraries[0] +
+                      ", have none (" + (reason != nullptr ? reason : "not found") + "): " + vendor.advice);
   }
   const std::shared_ptr<Driver> driver =
       backend == Backend::Cuda ? make_cuda_driver(name, handle) : make_hip_driver(name, handle);
   const Status code = driver->call.init(0);
+  if (code == status::kNoDevice || code == status::kInvalidDevice) {
+    throw DeviceError(std::string("the ") + vendor.product + " finds no GPU (" + driver->describe(code) + "): " +
+                      vendor.advice);
+  }
   if (code != status::kSuccess) {
     throw DeviceError(std::string("the ") + vendor.product + " does not start: " + driver->describe(code) + ": " +
                       vendor.advice);

@@ -28,12 +28,37 @@ const char* backend_name(Backend backend) noexcept;
 
 using Status = int;  // the driver's own code; CUDA and HIP give the same numbers to what is tested for here
 namespace status {
-inline constexpr Status kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNoDevice = 100, kInvalidImage = 200,
-                        kNoBinaryForGpu = 209, kInvalidSource = 300, kNotFound = 500, kNotReady = 600,
-                        kIllegalAddress = 700, kLaunchFailed = 719, kNotSupported = 801;
+inline constexpr Status kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNoDevice = 100, kInvalidDevice = 101,
+                        kInvalidImage = 200, kNoBinaryForGpu = 209, kInvalidSource = 300, kNotFound = 500,
+                        kNotReady = 600, kIllegalAddress = 700, kLaunchFailed = 719, kNotSupported = 801;
 }
 // Whether the driver repeats this code for every call after it.
-bool is_sticky(Status code) noexcept;
+constexpr bool is_sticky(Status code) noexcept {
+  switch (code) {
+    case 4:    // the driver is shutting down
+    case 46:   // the device is unavailable
+    case 214:  // uncorrectable memory error
+    case 220:  // uncorrectable NVLink error
+    case 226:  // contained error
+    case 700:  // illegal address
+    case 702:  // launch timed out
+    case 709:  // the context is destroyed
+    case 710:  // assertion in a kernel
+    case 714:  // hardware stack error
+    case 715:  // illegal instruction
+    case 716:  // misaligned address
+    case 717:  // invalid address space
+    case 718:  // invalid program counter
+    case 719:  // launch failed
+    case 721:  // tensor memory leak
+    case 999:  // unknown, after which nothing is certain
+    case 1052:  // HSA runtime memory call
+    case 1053:  // HSA runtime call
+      return true;
+    default:
+      return false;
+  }
+}
 
 using Handle = void*;     // of a module, function, stream, event, graph or graph node
 using Address = uint64_t;  // of device memory
@@ -60,8 +85,8 @@ struct Allocation {
   uint64_t memory = 0;       // CUDA: the handle of the physical memory
 };
 
-enum StreamFlags : unsigned { kStreamNonBlocking = 1 };
-enum EventFlags : unsigned { kEventTiming = 0, kEventBlockingSync = 1, kEventDisableTiming = 2 };
+inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kEventTiming = 0, kEventBlockingSync = 1, kEventDisableTiming = 2;
 
 // Entry points of one shape in both drivers. Names: see cuda_api.cpp and hip_api.cpp.
 struct EntryPoints {

@@ -90,7 +90,8 @@ DeviceMemory::DeviceMemory(std::shared_ptr<const Context> context, RegionKind ki
   const Status code = nbytes > free ? status::kOutOfMemory
                                     : context_->driver().allocate(&allocation_, nbytes, hint, context_->info().ordinal);
   if (code == status::kOutOfMemory) {
-    const std::string missing = nbytes > free ? std::to_string(nbytes - free) + " too few" : "not all of it in whole pages";
+    const std::string missing =
+        nbytes > free ? std::to_string(nbytes - free) + " too few" : "not all of it in whole pages";
     throw DeviceError(what + " needs " + std::to_string(nbytes) + " bytes of GPU memory, but " + std::to_string(free) +
                       " of " + std::to_string(total) + " are free, " + missing + ": " + advice_for(kind) +
                       ", or end other processes that use the GPU");

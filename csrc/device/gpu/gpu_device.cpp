@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <type_traits>
 
 namespace tokenspeed::device::gpu {
 namespace {
@@ -9,14 +10,14 @@ namespace {
 constexpr uint64_t kPage = 4096;
 constexpr int kMaxIoSets = 64;
 constexpr double kSpinSeconds = 50e-6;       // about what a sleeping thread takes to wake
-constexpr double kCloseSeconds = 10;
 constexpr uint64_t kMergeBytes = 64 << 10;   // that are copied sooner than a second copy starts
 
 uint64_t round_up(uint64_t nbytes, uint64_t to) { return (nbytes + to - 1) / to * to; }
 
 std::string version_text(Backend backend, int version) {
-  if (backend == Backend::Cuda) return "CUDA " + std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-  return "HIP " + std::to_string(version / 10000000) + "." + std::to_string(version / 100000 % 100);
+  const bool cuda = backend == Backend::Cuda;
+  const int major = version / (cuda ? 1000 : 10000000), minor = cuda ? version % 1000 / 10 : version / 100000 % 100;
+  return (cuda ? "CUDA " : "HIP ") + std::to_string(major) + "." + std::to_string(minor);
 }
 
 }  // namespace
@@ -37,7 +38,8 @@ class GpuDevice::Loading {
   GpuDevice& device_;
 };
 
-GpuDevice::GpuDevice(Backend backend, int ordinal, const GpuOptions& options) {
+GpuDevice::GpuDevice(Backend backend, int ordinal, const GpuOptions& options)
+    : close_seconds_(options.close_seconds) {
   if (options.io_sets < 1 || options.io_sets > kMaxIoSets) {
     throw DeviceError("a device needs 1 to " + std::to_string(kMaxIoSets) + " io sets, but " +
                       std::to_string(options.io_sets) + " were asked for");
@@ -275,8 +277,8 @@ void GpuDevice::require_free(IoSet& set, int index) {
   set.busy = false;
 }
 
-// Fills ranges_ with the parts of [begin, end) that a step uses; returns how many.
-size_t GpuDevice::ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end) {
+// Fills ranges_ with the parts of [begin, end) that a step uses.
+void GpuDevice::ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end) {
   ranges_.clear();
   if (extents.empty() && begin < end) ranges_.push_back({begin, end});
   const std::array<int64_t, 3> scalars = {sizes.num_tokens, sizes.num_seqs, sizes.num_logit_rows};
@@ -296,7 +298,6 @@ size_t GpuDevice::ranges_of(const std::vector<IoExtent>& extents, const StepSize
       ranges_.push_back(range);
     }
   }
-  return ranges_.size();
 }
 
 void GpuDevice::stage(const IoSet& set, const StepSizes& sizes) {
@@ -400,23 +401,32 @@ void GpuDevice::close() noexcept {
   if (closed_) return;
   closed_ = true;
   lock.unlock();
-  bool ended = stream_->drain(kCloseSeconds);
+  bool ended = stream_->drain(close_seconds_);
   lock.lock();
   const auto idle = [&] { return loading_ == 0 && waiting_ == 0; };
-  ended = idle_.wait_for(lock, std::chrono::duration<double>(kCloseSeconds), idle) && ended;
-  if (!ended) {  // the device still works on these: giving them back would wait for it, maybe for ever
-    for (auto& graph : graphs_) static_cast<void>(graph.release());
-    for (auto& region : regions_) static_cast<void>(region.release());
-    for (auto& [name, module] : modules_) static_cast<void>(module.release());
-    for (IoSet& set : io_sets_) static_cast<void>(set.done.release());
-    static_cast<void>(host_io_.release());
-    static_cast<void>(stream_.release());
+  ended = idle_.wait_for(lock, std::chrono::duration<double>(close_seconds_), idle) && ended;
+  if (!ended) {
+    // The device still works on these: giving them back would wait for it, maybe for ever. They stay until the
+    // process ends.
+    static auto* const abandoned = new std::vector<std::shared_ptr<void>>;
+    static std::mutex abandoned_mutex;
+    const std::lock_guard abandoned_lock(abandoned_mutex);
+    const auto abandon = [](auto& resource) {
+      using Resource = std::remove_reference_t<decltype(resource)>;
+      abandoned->push_back(std::make_shared<Resource>(std::move(resource)));
+    };
+    abandon(graphs_);
+    abandon(modules_);
+    abandon(regions_);
+    abandon(host_io_);
+    abandon(io_sets_);
+    abandon(stream_);
   }
   graphs_.clear();
   modules_.clear();
   for (auto& region : regions_) region.reset();
   host_io_.reset();
-  for (IoSet& set : io_sets_) set.done.reset();
+  io_sets_.clear();
   stream_.reset();
 }
 

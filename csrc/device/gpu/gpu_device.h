@@ -21,6 +21,7 @@ struct GpuOptions {
   int io_sets = 2;              // steps that may be in flight
   int min_driver_version = 0;   // as the driver counts: 12040 is CUDA 12.4
   std::string library;          // a path; empty: the system's driver
+  double close_seconds = 10;    // that close() gives to work in flight
 };
 
 // What happened to the device; one of each for the time after seal(), where all but steps must stay 0.
@@ -39,8 +40,8 @@ struct IoExtent {
   uint64_t extra;
 };
 
-// Methods may be called from any thread. After seal() nothing is allocated, loaded or instantiated any more. Each throws
-// DeviceLostError once the device is lost.
+// Methods may be called from any thread. After seal() nothing is allocated, loaded or instantiated any more. Each
+// throws DeviceLostError once the device is lost.
 class GpuDevice {
  public:
   // Throws DeviceError: no driver, too old a driver, no such device.
@@ -102,7 +103,7 @@ class GpuDevice {
   void clear(const DeviceMemory& memory);
   GpuGraph& graph_of(int graph, const StepSizes& sizes, int io_set);
   void require_free(IoSet& set, int index);
-  size_t ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end);
+  void ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end);
   void stage(const IoSet& set, const StepSizes& sizes);
   void collect(const IoSet& set, const StepSizes& sizes);
   template <typename Count>
@@ -128,6 +129,7 @@ class GpuDevice {
   Ticket last_ticket_ = 0, done_ticket_ = 0;
   std::array<GpuCounters, 2> counters_;  // in all, and after seal()
   int loading_ = 0, waiting_ = 0;  // calls that work without the lock
+  double close_seconds_ = 0;
   bool loading_weights_ = false, sealed_ = false, closed_ = false;
 };
 

@@ -108,7 +108,8 @@ class Binder {
   void check_launch(size_t node, const LaunchConfig& launch) const {
     const Context& device = *context_.context;
     for (size_t i = 0; i < 3; ++i) {
-      if (launch.grid[i] > kMaxGrid[i]) fail(node, "has a grid of " + triple(launch.grid) + " thread blocks, which is too large");
+      if (launch.grid[i] <= kMaxGrid[i]) continue;
+      fail(node, "has a grid of " + triple(launch.grid) + " thread blocks, which is too large");
     }
     if (product(launch.block, kMaxThreads) > kMaxThreads) {
       fail(node, "has thread blocks of " + triple(launch.block) + " threads; " + number(kMaxThreads) + " are possible");

@@ -130,7 +130,8 @@ int WeightsFile::read(std::byte* to, uint64_t offset, uint64_t size) const noexc
   return 0;
 }
 
-void WeightsFile::stream(const std::shared_ptr<const Context>& context, Address to, const StreamOptions& options) const {
+void WeightsFile::stream(const std::shared_ptr<const Context>& context, Address to,
+                         const StreamOptions& options) const {
   const uint64_t piece = std::clamp<uint64_t>(nbytes_, 1, options.piece_bytes == 0 ? kPieceBytes : options.piece_bytes);
   const uint64_t pieces = (nbytes_ + piece - 1) / piece;
   const int wanted = options.num_threads > 0 ? std::min(options.num_threads, kMostThreads)
