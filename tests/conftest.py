@@ -34,12 +34,17 @@ def smollm2_reference() -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def smollm2_artifacts(smollm2_gguf: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Artifacts of SmolLM2 by dtype, built once for this machine's best target."""
+    """Artifacts of SmolLM2 by dtype, built once for TOKENSPEED_TEST_TARGET (this machine's best CPU target if unset);
+    or those in the folder TOKENSPEED_TEST_ARTIFACTS, built somewhere else."""
     from tokenspeed.compile.build import build
 
-    folder = tmp_path_factory.mktemp("smollm2")
-    for dtype in ("float32", "bfloat16"):
-        build(smollm2_gguf, folder / dtype, dtype=dtype, model="smollm2")
+    if "TOKENSPEED_TEST_ARTIFACTS" in os.environ:
+        folder = Path(os.environ["TOKENSPEED_TEST_ARTIFACTS"])
+    else:
+        folder = tmp_path_factory.mktemp("smollm2")
+        for dtype in ("float32", "bfloat16"):
+            target = os.environ.get("TOKENSPEED_TEST_TARGET")
+            build(smollm2_gguf, folder / dtype, dtype=dtype, model="smollm2", targets=target)
     return {dtype: folder / dtype for dtype in ("float32", "bfloat16")}
 
 
