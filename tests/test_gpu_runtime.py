@@ -17,7 +17,7 @@ from tiny_artifact import cli_environment
 
 from tokenspeed import SamplingParams, _native
 from tokenspeed.errors import ArtifactError, EngineClosedError, EngineFailedError, ResourceError, UsageError
-from tokenspeed.runtime import loader
+from tokenspeed.runtime import drivers, loader
 from tokenspeed.runtime.engine import Engine, load
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.runtime.request import EngineEvent, FinishReason
@@ -257,6 +257,17 @@ def test_a_gpu_is_preferred_and_a_target_chooses(artifact: Path, monkeypatch: py
         plug_in(monkeypatch, gpus=(), reason="no driver is installed")
         loader.load(artifact, SMALL)
     assert caught.value.hint is not None and "pass --target cpu:" in caught.value.hint
+
+
+def test_drivers_start_early_where_there_is_a_device_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(_native, "gpu_devices", asked.append)
+    monkeypatch.setattr(drivers, "GPU_BACKENDS", {"cuda": "/dev/null", "hip": "/dev/none"})
+    for target, expected in ((None, ["cuda"]), ("cuda:sm_90a", ["cuda"]), ("cpu:x86-64-v3", []), ("hip:gfx950", [])):
+        asked.clear()
+        for thread in drivers.start_drivers(target):
+            thread.join(10)
+        assert asked == expected, target
 
 
 def test_the_wrong_gpu(artifact: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -262,8 +262,7 @@ class Artifact:
         """Open the artifact at ``path``. Raises ArtifactError if there is none, or if its manifest is damaged."""
         path = Path(path)
         if (path / MANIFEST).is_file():  # before walking what may be a home directory
-            names = (p for p in sorted(path.rglob("*")) if p.is_file())
-            return cls(path, {p.relative_to(path).as_posix(): Location(p, 0, p.stat().st_size) for p in names})
+            return cls(path, dict(_folder_locations(path)))
         if path.is_file():
             return cls(path, _tar_locations(path))
         if path.is_dir():
@@ -346,6 +345,16 @@ class Artifact:
         """Graphs and kernels of a target, or of all other ones."""
         sections = [s for s in self.manifest.targets if (s.target != target) is others]
         return {b.graph for s in sections for b in s.buckets} | {b.file for s in sections for b in s.binaries}
+
+
+def _folder_locations(path: Path, prefix: str = "") -> Iterator[tuple[str, Location]]:
+    """Every file under ``path`` by its name, with ``prefix``. Links to folders are not followed."""
+    with os.scandir(path) as entries:  # a start waits for this: pathlib takes five times as long
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _folder_locations(path / entry.name, f"{prefix}{entry.name}/")
+            elif entry.is_file():
+                yield prefix + entry.name, Location(path / entry.name, 0, entry.stat().st_size)
 
 
 def _tar_locations(path: Path) -> dict[str, Location]:
