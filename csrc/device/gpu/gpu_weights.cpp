@@ -10,7 +10,7 @@
 #include <cerrno>
 #include <cstring>
 #include <exception>
-#include <optional>
+#include <system_error>
 #include <thread>
 
 namespace tokenspeed::device::gpu {
@@ -34,11 +34,10 @@ class Transfer {
 
   void run(int num_threads) {
     std::vector<std::thread> threads;
-    std::exception_ptr no_thread;
+    threads.reserve(static_cast<size_t>(num_threads));
     try {
       for (int i = 1; i < num_threads; ++i) threads.emplace_back([this] { work(); });
-    } catch (...) {
-      no_thread = std::current_exception();  // those that there are do it
+    } catch (const std::system_error&) {  // the system gives no more threads: those that there are do it
     }
     work();
     for (std::thread& thread : threads) thread.join();
