@@ -31,12 +31,14 @@ class GpuDouble:
         free, total: bytes of memory.
         fail: numbers of steps, from 1, that fail.
         lose: number of the step at which the device is lost.
+        graphs_fail: whether no graph can be loaded.
         gate: steps run only while it is set.
     """
 
     free, total = 1 << 30, 2 << 30
     fail: frozenset[int] = frozenset()
     lose: int | None = None
+    graphs_fail = False
     gate = threading.Event()
     made: list[GpuDouble]
 
@@ -89,6 +91,8 @@ class GpuDouble:
         self.binaries[name] = data
 
     def load_graph(self, data: bytes, kv_page_stride: int) -> int:
+        if self.graphs_fail:
+            raise _native.DeviceError("the device NVIDIA H200 cannot instantiate a graph: out of memory")
         return int(self._cpu.load_graph(data, kv_page_stride))
 
     def submit(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int) -> int:
@@ -170,7 +174,7 @@ class GpuDouble:
 
 def install(gpus: Sequence[tuple[int, str, str, int, int]] = (H200,), reason: str = "no driver is installed") -> None:
     """Give this process GPUs. For tests, undone by ``monkeypatch`` in ``plug_in``; for scripts, for good."""
-    GpuDouble.made, GpuDouble.fail, GpuDouble.lose = [], frozenset(), None
+    GpuDouble.made, GpuDouble.fail, GpuDouble.lose, GpuDouble.graphs_fail = [], frozenset(), None, False
     GpuDouble.free = GpuDouble.total // 2
     GpuDouble.gate = threading.Event()
     GpuDouble.gate.set()

@@ -327,6 +327,17 @@ def test_a_damaged_binary(artifact: Path, tmp_path: Path, tiny_artifact: Path) -
         loader.load(damaged, SMALL)
     with pytest.raises(ArtifactError, match=r"kernels/norm.cubin cannot be loaded: the code object 'norm' is damaged"):
         loader.load(damaged, LoadOptions(kv_gib=0.05, verify="structure"))
+    assert [device.closed for device in GpuDouble.made] == [True, True]
+
+
+def test_a_driver_in_trouble(artifact: Path) -> None:
+    GpuDouble.graphs_fail = True
+    with pytest.raises(ResourceError) as caught:
+        loader.load(artifact, SMALL)
+    assert caught.value.message == (
+        "cannot load onto NVIDIA H200: the device NVIDIA H200 cannot instantiate a graph: out of memory"
+    )
+    assert caught.value.hint == "lower --kv-gib" and GpuDouble.made[0].closed
 
 
 def test_what_only_another_target_uses_is_not_hashed(artifact: Path, tmp_path: Path, tiny_artifact: Path) -> None:

@@ -153,6 +153,17 @@ class _Preparation:
         self.chosen.set()
         with _timed(self._seconds, "open"):
             self.device = self.place.open()
+        try:
+            self._fill()
+        except _native.DeviceError as e:  # the driver's own trouble: memory that it needs beside ours, a lost device
+            self.device.close()
+            raise ResourceError(f"cannot load onto {self.place.describe()}: {e}", hint="lower --kv-gib") from None
+        except BaseException:
+            self.device.close()  # what it holds is free before the error is told, not when nobody remembers it
+            raise
+
+    def _fill(self) -> None:
+        options = self._options
         self.num_pages = plan_pages(
             self._artifact, self.section, options.kv_gib, self.place, self.place.available(self.device)
         )
@@ -212,7 +223,7 @@ class _Preparation:
         for binary in self.section.binaries:
             try:
                 self.device.load_binary(binary.name, self._artifact.read(binary.file))
-            except (_native.GraphError, _native.DeviceError) as e:
+            except _native.GraphError as e:
                 raise ArtifactError(f"{binary.file} cannot be loaded: {e}", hint="rebuild the artifact") from None
 
     def _load_graph(self, name: str) -> int:
