@@ -1,5 +1,5 @@
 # Types of the compiled module; made by `python -m nanobind.stubgen -m tokenspeed._native`. A test keeps it equal to that.
-"""TokenSpeed's C++: the scheduler (control plane) and the CPU device."""
+"""TokenSpeed's C++: the scheduler (control plane) and the devices."""
 
 from collections.abc import Sequence
 
@@ -69,6 +69,12 @@ class Step:
     def rows(self) -> list[tuple[int, bool, int]]:
         """
         (request_id, is_prompt_row, position of the token asked for or drawn) of every logit row.
+        """
+
+    def copy_to(self, io: memoryview, offsets: Sequence[int]) -> None:
+        """
+        Copy the inputs into a writable buffer: tensor i of tokenspeed/step.py INPUTS to byte offsets[i]; of a
+        page_table row only the pages of its sequence. Raises ValueError when a tensor does not fit.
         """
 
     @property
@@ -191,7 +197,7 @@ class DeviceError(Exception):
     pass
 
 class RegionBuffer:
-    """What a memoryview from CpuDevice.view exports; not for direct use."""
+    """What a memoryview from a device's view() exports; not for direct use."""
 
 class CpuDevice:
     """
@@ -266,4 +272,124 @@ def measure_read_bandwidth(num_workers: int, nbytes: int) -> float:
 def measure_matmul(dtype: str, num_workers: int) -> float:
     """
     FLOP per second of num_workers threads with the best instruction for 'float32' or 'bfloat16'.
+    """
+
+class DeviceLostError(DeviceError):
+    pass
+
+class GpuDevice:
+    """
+    A GPU's memory regions, code objects and LaunchGraphs, which it runs step after step. After
+    seal() nothing is allocated, loaded or instantiated any more. Usable from any thread. Every
+    method raises DeviceLostError once the device is lost.
+    """
+
+    def __init__(self, backend: str, ordinal: int = 0, io_sets: int = 2, min_driver_version: int = 0, library: str = '') -> None:
+        """
+        Open device `ordinal` of backend 'cuda' or 'hip' for `io_sets` steps in flight. `min_driver_version` is
+        in the driver's own counting (12040 is CUDA 12.4); `library` is a path to use in place of the system's
+        driver. Raises DeviceError, saying what to install.
+        """
+
+    def load_weights(self, path: str, file_offset: int, nbytes: int, num_threads: int = 0, piece_bytes: int = 0) -> None:
+        """
+        Allocate region weights and fill it with a range of a file, through pinned buffers that num_threads
+        threads (0: one per usable core, 16 at most) fill with piece_bytes (0: 4 MiB) at a time. Other regions,
+        code objects and graphs may be loaded meanwhile. Raises DeviceError.
+        """
+
+    def allocate(self, region: str, nbytes: int) -> None:
+        """
+        Allocate region kv, arena or state; zeroed, but for kv. Raises DeviceError, saying what to change when
+        memory is short.
+        """
+
+    def allocate_io(self, input_bytes: int, nbytes: int, step_sizes_offset: int = -1) -> None:
+        """
+        Allocate region io on the device and, for each io set, pinned on the host. A step copies bytes
+        [0, input_bytes) to the device and [input_bytes, nbytes) back. If step_sizes_offset is not negative,
+        submit writes int32[4] there: its three sizes and 0. Raises DeviceError.
+        """
+
+    def bind_io(self, inputs: Sequence[tuple[int, int, int, int]], outputs: Sequence[tuple[int, int, int, int]]) -> None:
+        """
+        Say how much of each io tensor a step uses, so that no more is copied: (offset, item_bytes, scalar,
+        extra) for item_bytes x (STEP_SCALARS[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in
+        ascending order of offsets. Without it a step copies all inputs and outputs. Raises DeviceError.
+        """
+
+    def view(self, region: str) -> memoryview:
+        """
+        The host's bytes of region io, writable: set s begins at s times the region's size rounded up to 4096. It
+        may outlive the device. Raises DeviceError.
+        """
+
+    def load_binary(self, name: str, data: bytes) -> None:
+        """
+        Load a code object (cubin or hsaco), which graphs name by `name`. Several threads may do so at once.
+        Raises GraphError when it is damaged or for another GPU, DeviceError.
+        """
+
+    def load_graph(self, data: bytes, kv_page_stride: int) -> int:
+        """
+        Check a LaunchGraph, bind it to regions and code objects, and instantiate it; returns its handle. KV
+        pages are kv_page_stride bytes apart. Raises GraphError, naming node and argument, DeviceError.
+        """
+
+    def submit(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int = 0) -> int:
+        """
+        Queue a step behind those in flight and return its ticket: inputs of io set `io_set` to the device, the
+        graph, outputs back. The set is the device's until wait(ticket). Raises DeviceError.
+        """
+
+    def wait(self, ticket: int) -> None:
+        """
+        Sleep until the step of `ticket`, and all before it, are done. Raises DeviceLostError.
+        """
+
+    def profile(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int = 0) -> list[tuple[str, float]]:
+        """
+        Run one step node by node and return (node name, seconds) for each, in order. Raises DeviceError.
+        """
+
+    def seal(self) -> None:
+        """
+        From here on allocate, bind_io, load_weights, load_binary and load_graph raise DeviceError.
+        """
+
+    def counters(self) -> dict[str, int]:
+        """
+        What the device has done so far: steps, nodes, graphs_loaded, modules_loaded, graph_instantiations,
+        captures, compilations, regions_allocated, bytes_allocated; since seal(): graphs_loaded_after_seal,
+        modules_loaded_after_seal, graph_instantiations_after_seal, captures_after_seal,
+        compilations_after_seal, allocations_after_seal, refused_after_seal.
+        """
+
+    def spans(self) -> list[tuple[str, float, float]]:
+        """
+        Where the time of the start went: (what, start, seconds), starts on the clock of time.monotonic().
+        """
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes of the device's memory. Raises DeviceError."""
+
+    def close(self) -> None:
+        """
+        Finish the steps in flight and give everything back; idempotent. Neither raises nor hangs.
+        """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def arch(self) -> str:
+        """Such as 'sm_90' or 'gfx950'."""
+
+    @property
+    def driver_version(self) -> int: ...
+
+def gpu_devices(backend: str, library: str = '') -> tuple[list[tuple[int, str, str, int, int]], str]:
+    """
+    The GPUs of backend 'cuda' or 'hip': ([(ordinal, name, arch, total bytes, driver version)], reason why there
+    are none). Starts the driver if there is one. Raises DeviceError for an unknown backend.
     """
