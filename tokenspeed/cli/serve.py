@@ -83,7 +83,7 @@ def _serve(args: argparse.Namespace) -> int:
 
         return load(args.artifact, options=options, max_waiting=args.max_waiting, max_step_tokens=args.max_step_tokens)
 
-    return serve_loading(load_engine, settings)
+    return serve_loading(load_engine, settings, first=options.opened)
 
 
 def _check(args: argparse.Namespace) -> None:

@@ -39,7 +39,8 @@ class LoadOptions:
     kind; ``threads`` None uses every core this process may use; ``kv_gib`` None sizes the KV pages from free memory;
     ``verify`` is one of tokenspeed.artifact.VERIFY_LEVELS. On a CPU weights begin as pages of the artifact's file, and
     settle in memory of their own: ``settle`` waits for that, otherwise it goes on beside the first requests, which
-    makes ready sooner and the first second slower."""
+    makes ready sooner and the first second slower. ``opened`` is set once the artifact is open: from then on loading
+    waits for the device more than for the interpreter, which others may use."""
 
     target: Target | None = None
     device: int | None = None
@@ -48,6 +49,7 @@ class LoadOptions:
     verify: str = "quick"
     pin: bool = False
     settle: bool = True
+    opened: threading.Event = field(default_factory=threading.Event)
 
 
 @dataclass
@@ -77,6 +79,7 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
     seconds: dict[str, float] = {}
     with trace.span("open artifact"):
         artifact = Artifact.open(Path(path))
+    options.opened.set()
     preparation = _Preparation(artifact, options, seconds)
     preparing = _Background("tokenspeed-device", preparation.run)
     verifying = _Background("tokenspeed-verify", lambda: _verify(artifact, preparation, options.verify, seconds))

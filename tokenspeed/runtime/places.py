@@ -111,7 +111,7 @@ def choose_place(
         UsageError: there is no such GPU.
         ResourceError: the driver is too old, or the device file of a GPU is there and its driver does not start.
     """
-    built = dict.fromkeys(Target.parse(s.target).backend for s in manifest.targets)
+    built = {section.target.partition(":")[0] for section in manifest.targets}
     backends = [b for b in GPU_BACKENDS if b in built and (wanted is None or wanted.backend == b)]
     found = look_for_gpus(backends)
     if ordinal is not None and (wanted is None or wanted.is_gpu):

@@ -26,13 +26,21 @@ def serve(engine: EngineLike, tokenizer: Tokenizer | None, settings: ServerSetti
 
 
 def serve_loading(
-    load: Callable[[], EngineLike], settings: ServerSettings, *, tokenizer: Tokenizer | None = None
+    load: Callable[[], EngineLike],
+    settings: ServerSettings,
+    *,
+    tokenizer: Tokenizer | None = None,
+    first: threading.Event | None = None,
 ) -> int:
     """Serve what ``load`` returns, which runs on another thread after the port is bound.
 
     Until it is loaded every request but /health and / gets 503. SIGTERM and SIGINT drain: new requests get 503,
     running ones ``settings.drain_timeout`` seconds, then the engine is closed. A second signal aborts what still
     runs. Returns the exit code, 0.
+
+    Args:
+        first: the web stack is imported once ``load`` has set this (or ended): until then the two would compete for the
+            interpreter's lock, and what the device needs to begin with its part would come later.
 
     Raises:
         ResourceError: the port is taken.
@@ -42,8 +50,10 @@ def serve_loading(
     with bind(settings) as listener:
         startup = {"bound": seconds_since_exec()}
         gc.disable()  # what a start allocates stays: looking for garbage costs a tenth of it and finds none
-        loading = _Loading(load, startup)
+        loading = _Loading(load, startup, first)
         try:
+            if first is not None:
+                first.wait()
             with trace.span("import web stack"):
                 from tokenspeed.runtime.server import http
 
@@ -59,10 +69,11 @@ def serve_loading(
 class _Loading(threading.Thread):
     """Runs ``load`` and notes its end in ``startup``; ``wait`` returns its engine or raises its error."""
 
-    def __init__(self, load: Callable[[], EngineLike], startup: dict[str, float]):
+    def __init__(self, load: Callable[[], EngineLike], startup: dict[str, float], first: threading.Event | None):
         super().__init__(name="tokenspeed-loader", daemon=True)
         self._load = load
         self._startup = startup
+        self._first = first
         self._engine: EngineLike | None = None
         self._error: BaseException | None = None
         self.start()
@@ -74,6 +85,9 @@ class _Loading(threading.Thread):
             self._startup["engine"] = seconds_since_exec()
         except BaseException as e:  # raised again by wait()
             self._error = e
+        finally:
+            if self._first is not None:
+                self._first.set()
 
     def wait(self) -> EngineLike:
         engine = self.outcome()
