@@ -265,8 +265,9 @@ class KernelSpec:
 class Request:
     """What a caller asks for one op.
 
-    ``sizes`` are the sizes that constraints, workspaces and launches speak of (compile/select.py lists them), ``traits`` one wanted value per trait,
-    ``features`` what must be guaranteed, ``solution`` the only solution allowed, or None for any.
+    ``sizes`` are the sizes that constraints, workspaces and launches speak of (compile/select.py lists them),
+    ``traits`` one wanted value per trait, ``features`` what must be guaranteed, ``solution`` the only solution
+    allowed, or None for any.
     """
 
     op: str

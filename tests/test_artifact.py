@@ -52,7 +52,8 @@ def manifest() -> Manifest:
         cost=StepCost(1, 2, 3),
     )
     model = ModelSection("m", "llama", 32, 1, 16, 1, 1, 16, 100, "gguf", "00")
-    return Manifest(FORMAT_VERSION, "0", model, resolve(model="m", max_position_embeddings=64, default_targets=(V3,)), (section,))
+    envelope = resolve(model="m", max_position_embeddings=64, default_targets=(V3,))
+    return Manifest(FORMAT_VERSION, "0", model, envelope, (section,))
 
 
 @pytest.fixture

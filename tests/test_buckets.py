@@ -50,7 +50,9 @@ def test_the_ladder_ends_exactly_at_the_limits(largest: StepLimits) -> None:
 def test_a_usual_ladder() -> None:
     names = [b.name for b in ladder(StepLimits(2048, 24, 64))]
     assert names[:6] == ["decode-1", "decode-2", "decode-4", "decode-8", "decode-16", "decode-24"]
-    assert names[6:] == [f"mixed-{n}" for n in (16, 32, 64, 128, 256, 512, 1024, 2048)]
+    assert names[6:] == [f"mixed-{n}" for n in (16, 32, 64, 128, 256, 512, 768, 1024, 1536, 2048)]
+    wide = [b.num_seqs for b in ladder(StepLimits(8192, 256, 256)) if b.kind is DECODE]
+    assert wide == [1, 2, 4, 8, 16, 32, 64, 96, 128, 192, 256]
 
 
 def test_the_smallest_bucket_is_found() -> None:

@@ -15,7 +15,7 @@ from tiny_artifact import hf_config, tiny, write_checkpoint
 
 from tokenspeed.compile.build import build
 from tokenspeed.compile.checkpoint import BFLOAT16, Checkpoint, open_checkpoint, tensor_shapes
-from tokenspeed.compile.dummy_weights import DummyCheckpoint, byte_tokenizer, random_weights
+from tokenspeed.compile.dummy_weights import DummyCheckpoint, made_up_tokenizer, random_weights
 from tokenspeed.errors import CheckpointError, UsageError
 from tokenspeed.runtime.detokenizer import Detokenizer
 from tokenspeed.runtime.engine import load
@@ -86,24 +86,24 @@ def test_the_seed_is_part_of_the_digests_and_the_weights_in_the_directory_are_no
 
 
 @pytest.mark.parametrize(("bos", "eos"), [(128000, [128001, 128009]), (1, 2), (None, None), (0, 255)])
-def test_the_byte_tokenizer_encodes_every_text_and_decodes_every_id(tmp_path: Path, bos: Any, eos: Any) -> None:
+def test_the_made_up_tokenizer_encodes_every_text_and_decodes_every_id(tmp_path: Path, bos: Any, eos: Any) -> None:
     config = DummyCheckpoint(
         shape_only(tmp_path / "shape", bos_token_id=bos, eos_token_id=eos, vocab_size=128256), 0
     ).config
-    files = byte_tokenizer(config)
+    files = made_up_tokenizer(config)
     settings = {**files.__dict__, "eos_token_ids": list(files.eos_token_ids)}
     tokenizer = Tokenizer(files.tokenizer_json, settings)
     text = "Grüße, 世界! \n\t\0 naïve"
     ids = tokenizer.encode(text)
     first = [] if bos is None else [bos]
-    assert ids[: len(first)] == first and len(ids) == len(first) + len(text.encode())
+    assert ids[: len(first)] == first and len(ids) < len(first) + len(text.encode())  # letters merge
     assert tokenizer.decode(ids, skip_special_tokens=True) == text
     assert b"".join(tokenizer.token_bytes(i) for i in ids[len(first) :]) == text.encode()
     assert len({tokenizer.token_bytes(i) for i in range(300)} - {b""}) >= 256
     stream = Detokenizer(tokenizer)
     drawn = np.random.default_rng(0).integers(0, config.vocab_size, 2000)
     shown = "".join(stream.push(int(token)) for token in (*drawn, *range(280), config.vocab_size - 1)) + stream.finish()
-    assert "A" in shown
+    assert len(shown) > 2000  # most ids are three letters
     assert tokenizer.chat.render([{"role": "user", "content": "hi"}]) == "user: hi\nassistant: "
 
 

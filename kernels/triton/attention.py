@@ -18,7 +18,6 @@ kernel writes them. A page holds K [NKV][PAGE_SIZE][D], then V, and pages are PA
 and beyond context_lens may hold NaN.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

@@ -1,6 +1,5 @@
 """What the Triton kernels share: programmatic dependent launch, and matrix products that the interpreter gets right."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton

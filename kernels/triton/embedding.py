@@ -1,6 +1,5 @@
 """Embedding: the table row of each token, widened to the float32 residual stream."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 from collections.abc import Iterator

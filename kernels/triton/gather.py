@@ -1,6 +1,5 @@
 """Gather: the residual rows whose logits are needed, packed together."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 from collections.abc import Iterator

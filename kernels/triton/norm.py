@@ -4,7 +4,6 @@ A row is one program whatever the bucket, with a block and a number of warps tha
 sum of squares is always taken in the same order.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 from collections.abc import Iterator

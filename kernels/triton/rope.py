@@ -4,7 +4,6 @@ Each element is computed alone, so every grid gives the same bits. Rotation pair
 (a cos - b sin, b cos + a sin), in float32, rounded once to the artifact dtype.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

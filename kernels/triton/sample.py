@@ -14,7 +14,6 @@ order. Scores of a draw are float32: a draw differs from the reference's, which 
 scores are within about 1e-6 of each other, and a keep set only where top_p or min_p falls that close to a token.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping

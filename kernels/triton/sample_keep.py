@@ -7,7 +7,6 @@ is left, so the races needed are 1 + log(mass of all / mass of the kept) on aver
 sorted, and the number of tokens ahead, which tells whether a token is kept, is also the rank that is reported.
 """
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton

@@ -1,6 +1,5 @@
 """Arithmetic of the sampling kernels: the order of tokens, random bits, and the noise of a draw."""
 
-# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
 
 import triton

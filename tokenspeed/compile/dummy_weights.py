@@ -12,8 +12,10 @@ import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, cached_property
+from itertools import product
 from pathlib import Path
 from statistics import NormalDist
+from string import ascii_letters
 from typing import Any
 
 import numpy as np
@@ -79,10 +81,10 @@ class DummyCheckpoint:
         return random_weights(self._seed, name, math.prod(shape), mean=float(len(shape) == 1)).reshape(shape)
 
     def tokenizer(self) -> TokenizerFiles:
-        """The directory's, or one of single bytes if it has none."""
+        """The directory's, or a made-up one if it has none."""
         if any((self._directory / name).is_file() for name in _TOKENIZERS):
             return tokenizer_hf.read_tokenizer(self._directory, self.config)
-        return byte_tokenizer(self.config)
+        return made_up_tokenizer(self.config)
 
     def digests(self) -> dict[str, str]:
         return dict(self._digests)
@@ -125,26 +127,28 @@ def _quantiles(mean: float) -> NDArray[np.uint16]:
     return numbers.astype(np.float32).astype(BFLOAT16).view(np.uint16)
 
 
-def byte_tokenizer(config: ModelConfig) -> TokenizerFiles:
-    """A tokenizer for a model that has none: one token for each byte, at the lowest ids that the config's begin and
-    end tokens leave free. All other ids have no text.
+def made_up_tokenizer(config: ModelConfig) -> TokenizerFiles:
+    """A tokenizer for a model that has none, as large as its vocabulary: every single byte, then pairs and triples of
+    letters with the merges that make them, at the ids that the config's begin and end tokens leave free.
 
     Raises CheckpointError for a vocabulary without room for 256 bytes.
     """
     special = {token_id: f"<|end_{token_id}|>" for token_id in config.eos_token_ids}
     if config.bos_token_id is not None:
         special[config.bos_token_id] = "<|begin|>"
-    free = (token_id for token_id in range(config.vocab_size) if token_id not in special)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocabulary = dict(zip(letters, free, strict=False))
-    if len(vocabulary) < len(letters):
+    free = [token_id for token_id in range(config.vocab_size) if token_id not in special]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if len(free) < len(alphabet):
         raise CheckpointError(
             f"no tokenizer can be made up for {config.vocab_size} tokens, {len(special)} of them special: "
             "need 256 for the bytes",
             hint="put a tokenizer.json beside config.json",
         )
+    pairs = list(product(ascii_letters, repeat=2))
+    merges = [*pairs, *((a + b, c) for (a, b), c in product(pairs, ascii_letters))][: len(free) - len(alphabet)]
+    vocabulary = dict(zip([*alphabet, *(a + b for a, b in merges)], free, strict=False))
     vocabulary |= {text: token_id for token_id, text in special.items()}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special.values()])

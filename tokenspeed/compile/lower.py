@@ -201,9 +201,7 @@ def _launch(stage: Stage, binaries: Mapping[DeviceKernel, Binary]) -> Launch | N
     if stage.kernel is None:
         return None
     binary = binaries[stage.kernel]
-    return Launch(
-        binary.name, stage.grid, (binary.threads, 1, 1), binary.shared_bytes, programmatic=stage.programmatic
-    )
+    return Launch(binary.name, stage.grid, (binary.threads, 1, 1), binary.shared_bytes, programmatic=stage.programmatic)
 
 
 SCRATCH_PARAMETERS = (Int(0), Int(0))
