@@ -94,9 +94,7 @@ def test_gpu_targets() -> None:
     assert not Target.parse("cuda:sm_100a").covers(hopper)
     with pytest.raises(TargetError, match="unknown target 'cuda:sm_80'") as caught:
         Target.parse("cuda:sm_80")
-    assert caught.value.hint == (
-        "use one of cuda:sm_90a, cuda:sm_100a, cuda:sm_103a, cuda:sm_120a or cpu:native"
-    )
+    assert caught.value.hint == ("use one of cuda:sm_90a, cuda:sm_100a, cuda:sm_103a, cuda:sm_120a or cpu:native")
 
 
 def test_target_ladder() -> None:

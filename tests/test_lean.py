@@ -149,6 +149,10 @@ def test_the_builder_says_how_to_install_it(lean_python: Path, tiny_checkpoint: 
 RUNS_CODE_FROM_DATA = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "torch", "runpy", "code"}
 
 
+OWN_SOURCE = {"tokenspeed/compile/triton_language.py": {"compile", "exec"}}
+"""The interpreter of Triton kernels rewrites this package's own functions, as Triton does; builders and tests only."""
+
+
 def sources() -> Iterator[Path]:
     for folder in ("tokenspeed", "kernels"):
         yield from sorted((ROOT / folder).rglob("*.py"))
@@ -163,6 +167,7 @@ def test_no_pickle_and_no_code_from_data(path: Path) -> None:
             names = {(node.module or "").partition(".")[0]}
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
             names = {node.func.id} & {"eval", "exec", "compile", "__import__"}
+            names -= OWN_SOURCE.get(path.relative_to(ROOT).as_posix(), set())
             assert not names, f"{path}:{node.lineno} calls {names.pop()}"
             continue
         elif isinstance(node, ast.keyword):
