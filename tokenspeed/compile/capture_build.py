@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ def capture_calls(jobs: Iterable[CaptureJob], target: Target, *, cache: Path | N
     wanted = tuple(dict.fromkeys(jobs))
     compiler = LauncherCompiler(target, cache)
     store = None if cache is None else CodeCache(cache)
-    launchers = {job: compiler.compile(job.kernel) for job in wanted}
+    launchers = _compile(wanted, compiler)
     found: dict[CaptureJob, tuple[CapturedLaunch, ...]] = {}
     for job in wanted:
         data = None if store is None else store.read(job_key(job, launchers[job].key))
@@ -82,6 +83,14 @@ def capture_calls(jobs: Iterable[CaptureJob], target: Target, *, cache: Path | N
         calls={job: CapturedCall(names[launchers[job].key], found[job]) for job in wanted},
         binaries={names[launcher.key]: launcher.binary for launcher in launchers.values()},
     )
+
+
+def _compile(jobs: Sequence[CaptureJob], compiler: LauncherCompiler) -> dict[CaptureJob, Launcher]:
+    """The launcher of each job; those that differ are compiled side by side."""
+    kernels = {compiler.key(job.kernel): job.kernel for job in jobs}
+    with ThreadPoolExecutor(max(1, min(len(kernels), len(os.sched_getaffinity(0))))) as pool:
+        compiled = dict(zip(kernels, pool.map(compiler.compile, kernels.values()), strict=True))
+    return {job: compiled[compiler.key(job.kernel)] for job in jobs}
 
 
 def _binary_name(job: CaptureJob, launcher: Launcher) -> str:

@@ -132,14 +132,13 @@ def _nvcc_programs() -> Iterator[Path]:
 
 
 class LauncherCompiler:
-    """Compiles launchers for one target; each unit (source and constants) once."""
+    """Compiles launchers for one target."""
 
     def __init__(self, target: Target, cache: Path | None):
         self._target = target
         self._store = None if cache is None else CodeCache(cache)
         self._headers: dict[str, Headers] = {}
         self._nvcc: Nvcc | None = None
-        self._done: dict[str, Launcher] = {}
 
     def key(self, kernel: LibraryKernel) -> str:
         """Digest of all that the kernel's launcher depends on: sources, library, constants, compiler, target."""
@@ -152,17 +151,13 @@ class LauncherCompiler:
     def compile(self, kernel: LibraryKernel) -> Launcher:
         """The launcher of ``kernel``. Raises UsageError without tools, TargetError if it does not compile."""
         key = self.key(kernel)
-        if key in self._done:
-            return self._done[key]
         data = None if self._store is None else self._store.read(key)
         if data is None:
             data = self._run_nvcc(kernel)
             if self._store is not None:
                 self._store.write(key, data)
         size = int.from_bytes(data[:8], "little")
-        launcher = Launcher(key, data[8 : 8 + size], data[8 + size :])
-        self._done[key] = launcher
-        return launcher
+        return Launcher(key, data[8 : 8 + size], data[8 + size :])
 
     def _headers_of(self, library: str) -> Headers:
         if library not in self._headers:
