@@ -144,7 +144,7 @@ def made_up_tokenizer(config: ModelConfig) -> TokenizerFiles:
             "need 256 for the bytes",
             hint="put a tokenizer.json beside config.json",
         )
-    pairs = list(product(ascii_letters, repeat=2))
+    pairs = list(product(ascii_letters, ascii_letters))
     merges = [*pairs, *((a + b, c) for (a, b), c in product(pairs, ascii_letters))][: len(free) - len(alphabet)]
     vocabulary = dict(zip([*alphabet, *(a + b for a, b in merges)], free, strict=False))
     vocabulary |= {text: token_id for token_id, text in special.items()}
