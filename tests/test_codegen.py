@@ -268,6 +268,24 @@ def test_a_crash_of_the_compiler_is_that_kernels_error(tmp_path: Path, monkeypat
     assert e.value.message.endswith("the compiler ended with status -6")
 
 
+def test_failures_can_be_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not compile, one that ends its compiler, one that asks for too much: the others are compiled."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "crashing_kernels.py").write_text("import os\nos._exit(7)\n")
+    crashing, greedy = (
+        DeviceKernel("crashing_kernels", "scale", (("x", "*fp32"),), (), 4, 1),
+        product_kernel(tile=128, num_stages=9),
+    )
+    jobs = [(kernel, HOPPER) for kernel in (broken_kernel(), crashing, scale_kernel(), greedy, scale_kernel(512))]
+    for _ in range(2):  # the second time some come from the cache
+        failures: dict[codegen.Job, TargetError] = {}
+        done = compile_kernels(jobs, workers=1, cache=tmp_path / "cache", failures=failures)
+        assert list(done) == [jobs[2], jobs[4]]
+        assert failures.keys() == {jobs[0], jobs[1], jobs[3]}
+        assert "takes one element" in str(failures[jobs[0]])
+        assert "status 7" in str(failures[jobs[1]])
+
+
 def test_wrong_parameters_are_refused() -> None:
     whole = scale_kernel()
     kernel = DeviceKernel(whole.module, whole.function, whole.signature[:-1], whole.constants, 4, 1)

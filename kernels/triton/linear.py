@@ -28,7 +28,7 @@ from tokenspeed.kernels.registry import (
     device_stage,
 )
 from tokenspeed.kernels.triton.common import FEATURES, dot, pdl_wait
-from tokenspeed.kernels.triton.linear_config import choose
+from tokenspeed.kernels.triton.linear_config import Config, choose
 from tokenspeed.target import GPU_TARGETS
 
 
@@ -202,11 +202,23 @@ def specs() -> Iterator[KernelSpec]:
             )
 
 
+def weight_rows(request: Request) -> int:
+    """Rows of W: those of gate and up together for linear_silu_mul."""
+    gated = request.op == "linear_silu_mul"
+    return 2 * triton.cdiv(request.sizes["F"], 16) * 16 if gated else request.sizes["N"]
+
+
 def _launches(request: Request) -> tuple[Stage, ...]:
+    sizes = request.sizes
+    config = choose(request.target, request.op, sizes["M"], weight_rows(request), sizes["K"], request.dtype)
+    return stages(request, config)
+
+
+def stages(request: Request, config: Config) -> tuple[Stage, ...]:
+    """What serves ``request`` with the tile shape ``config``."""
     op, sizes = request.op, request.sizes
     gated = op == "linear_silu_mul"
-    n = 2 * triton.cdiv(sizes["F"], 16) * 16 if gated else sizes["N"]
-    config = choose(request.target, op, sizes["M"], n, sizes["K"], request.dtype)
+    n = weight_rows(request)
     pointer = f"*{DTYPES_TRITON[request.dtype]}"
     residual = op == "linear_add"
     return (

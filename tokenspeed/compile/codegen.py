@@ -21,7 +21,7 @@ import sys
 import tempfile
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
@@ -77,6 +77,7 @@ def compile_kernels(
     workers: int | None = None,
     cache: Path | None = None,
     progress: TextIO | None = None,
+    failures: dict[Job, TargetError] | None = None,
 ) -> dict[Job, CompiledKernel]:
     """Compile every kernel for its target; the order of the result is that of the jobs, each once.
 
@@ -86,6 +87,7 @@ def compile_kernels(
         workers: processes that compile at a time; by default, one per CPU that this process may use.
         cache: folder of what was compiled before (``code_cache.default_cache()``), or None for none.
         progress: where a bar moves, if it is a terminal.
+        failures: takes the error of every kernel that cannot be had, which the result then lacks; None to raise it.
 
     Raises:
         UsageError: Triton is not installed, or is another release.
@@ -96,21 +98,38 @@ def compile_kernels(
         return {}
     keys = _SourceKeys(triton_version())
     store = None if cache is None else CodeCache(cache)
-    recalled = {} if store is None else {job: _recall(store, keys.key(job), job) for job in wanted}
-    done = {job: compiled for job, compiled in recalled.items() if compiled is not None}
-    missing = [job for job in wanted if job not in done]
+    done: dict[Job, CompiledKernel] = {}
+    for job in wanted:
+        with _noting(job, failures):
+            compiled = None if store is None else _recall(store, keys.key(job), job)
+            if compiled is not None:
+                done[job] = compiled
+    missing = [job for job in wanted if job not in done and not (failures and job in failures)]
     content_keys: dict[Job, str] = {}
     with (
-        _bar(progress, len(done), len(wanted)) as bar,
-        closing(_compile(missing, workers or _num_cpus(), cache)) as made,
+        _bar(progress, len(wanted) - len(missing), len(wanted)) as bar,
+        closing(_compile(missing, workers or _num_cpus(), cache, failures)) as made,
     ):
         for job, content_key, data in made:
-            done[job], content_keys[job] = _compiled(job, data), content_key
+            content_keys[job] = content_key
+            with _noting(job, failures):
+                done[job] = _compiled(job, data)
             bar.update()
     if missing and store is not None:
         _remember(store, keys, content_keys)
         store.prune()
-    return {job: done[job] for job in wanted}
+    return {job: done[job] for job in wanted if job in done}
+
+
+@contextmanager
+def _noting(job: Job, failures: dict[Job, TargetError] | None) -> Iterator[None]:
+    """A TargetError inside goes to ``failures``, if there is such a place."""
+    try:
+        yield
+    except TargetError as error:
+        if failures is None:
+            raise
+        failures[job] = error
 
 
 def triton_version() -> str:
@@ -259,10 +278,12 @@ def _size(kind: str) -> int:
 # --- processes that compile ---------------------------------------------------------------------
 
 
-def _compile(jobs: Sequence[Job], workers: int, cache: Path | None) -> Generator[tuple[Job, str, bytes], None, None]:
+def _compile(
+    jobs: Sequence[Job], workers: int, cache: Path | None, failures: dict[Job, TargetError] | None
+) -> Generator[tuple[Job, str, bytes], None, None]:
     """(job, content key, content) of every job, in the order in which they are done.
 
-    After a failure no further job is started; of several, the error of the first job is raised.
+    Without a place for failures no further job is started after one; of several, the error of the first is raised.
     """
     if not jobs:
         return
@@ -284,7 +305,11 @@ def _compile(jobs: Sequence[Job], workers: int, cache: Path | None) -> Generator
         futures = {pool.submit(run, job): job for job in jobs}
         stack.callback(pool.shutdown, wait=False, cancel_futures=True)
         for future in as_completed(futures):
-            if future.exception() is not None:
+            error = future.exception()
+            if failures is not None and isinstance(error, TargetError):
+                failures[futures[future]] = error
+                continue
+            if error is not None:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise _first_error(futures)
             yield futures[future], *future.result()
@@ -299,12 +324,16 @@ class _Worker:
 
     def __init__(self, folder: Path, cache: Path | None):
         folder.mkdir()
+        self._folder = folder
         self._cache = None if cache is None else str(cache.absolute())
         self._log = folder / "stderr"
+        self._process = self._start()
+
+    def _start(self) -> subprocess.Popen[bytes]:
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-P", "-m", "tokenspeed.compile.codegen_worker"],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=_environment(folder),
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=_environment(self._folder),
             )  # fmt: skip
 
     def __enter__(self) -> _Worker:
@@ -316,6 +345,9 @@ class _Worker:
 
     def compile(self, job: Job) -> tuple[str, bytes]:
         """(content key, content) of one job. Raises TargetError if it does not compile."""
+        if self._process.poll() is not None:  # an earlier job was its end
+            self._process.communicate()
+            self._process = self._start()
         assert self._process.stdin is not None and self._process.stdout is not None
         start = self._log.stat().st_size
         line = b""
