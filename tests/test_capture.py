@@ -475,6 +475,7 @@ LAUNCHER = r"""
 extern "C" const char* fine(void*, void* const* pointers, const int64_t* integers, const double* floats) {
   return pointers[1] > pointers[0] && integers[0] == 5 && floats[0] == 0.25 ? nullptr : "other arguments";
 }
+extern "C" const char* tokenspeed_launcher_prepare() { return nullptr; }
 extern "C" const char* broken(void*, void* const*, const int64_t*, const double*) { return "no such kernel"; }
 """
 

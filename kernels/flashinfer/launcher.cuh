@@ -32,6 +32,16 @@ const char* report(Launch launch) {
   return text.c_str();
 }
 
+}  // namespace tokenspeed
+
+// Called before any capture: the runtime starts, and with CUDA_MODULE_LOADING=EAGER loads all kernels of this file,
+// which it may not be able to do while a stream is captured.
+extern "C" __attribute__((visibility("default"))) const char* tokenspeed_launcher_prepare() {
+  return tokenspeed::report([] { return cudaFree(nullptr); });
+}
+
+namespace tokenspeed {
+
 // A struct whose padding is zero: two captures must agree in every byte that is no address.
 // Compiled with -fno-lifetime-dse: otherwise the compiler may drop the zeros as stores before the object's life.
 template <typename Struct>

@@ -146,7 +146,8 @@ def _device_of(target: Target) -> int:
 
 def _run_worker(request: dict[str, Any] | None) -> dict[str, Any]:
     """The worker's answer. Raises TargetError if it fails."""
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(os.path.abspath(entry) for entry in sys.path)}
+    path = os.pathsep.join(os.path.abspath(entry) for entry in sys.path)
+    environment = {**os.environ, "PYTHONPATH": path, "CUDA_MODULE_LOADING": "EAGER"}  # nothing loads during a capture
     try:
         run = subprocess.run(
             [sys.executable, "-P", "-m", "tokenspeed.compile.capture_worker"], input=json.dumps(request),

@@ -54,8 +54,10 @@ class _Call:
 
     def __init__(self, job: dict[str, Any], stream: int):
         self._job, self._stream = job, stream
-        self._function = getattr(ctypes.CDLL(job["launcher"], mode=os.RTLD_LOCAL | os.RTLD_NOW), job["function"])
-        self._function.restype = ctypes.c_char_p
+        library = ctypes.CDLL(job["launcher"], mode=os.RTLD_LOCAL | os.RTLD_NOW)
+        prepare, self._function = library.tokenspeed_launcher_prepare, getattr(library, job["function"])
+        prepare.restype = self._function.restype = ctypes.c_char_p
+        _check("tokenspeed_launcher_prepare", prepare())
 
     def with_stand_ins(self, capture: int) -> Callable[[], None]:
         """The call with the addresses of capture 0 or 1."""
@@ -66,11 +68,15 @@ class _Call:
         integers = (ctypes.c_int64 * len(self._job["integers"]))(*self._job["integers"])
         floats = (ctypes.c_double * len(self._job["floats"]))(*self._job["floats"])
         problem = self._function(ctypes.c_void_p(self._stream), pointers, integers, floats)
-        if problem is not None:
-            raise TargetError(
-                f"{self._job['function']}: {problem.decode(errors='replace')}",
-                hint="choose another solution for this op with --solution",
-            )
+        _check(self._job["function"], problem)
+
+
+def _check(function: str, problem: bytes | None) -> None:
+    if problem is not None:
+        raise TargetError(
+            f"{function}: {problem.decode(errors='replace')}",
+            hint="choose another solution for this op with --solution",
+        )
 
 
 if __name__ == "__main__":
