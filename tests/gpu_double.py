@@ -45,6 +45,7 @@ class GpuDouble:
     def __init__(self, backend: str, ordinal: int, io_sets: int):
         assert (backend, ordinal) == ("cuda", 0)
         self._cpu = _native.CpuDevice(1)
+        self._opened_on = threading.get_native_id()
         self._num_sets = io_sets
         self._queue: queue.SimpleQueue[tuple[int, int, tuple[int, int, int], int] | None] = queue.SimpleQueue()
         self._done = threading.Condition()
@@ -127,8 +128,8 @@ class GpuDouble:
     def counters(self) -> dict[str, Any]:
         return {**self._cpu.counters(), "modules_loaded_after_seal": 0, "captures_after_seal": 0}
 
-    def spans(self) -> list[tuple[str, float, float]]:
-        return [("driver", 1.0, 0.5), ("context", 1.5, 0.25)]
+    def spans(self) -> list[tuple[str, float, float, int]]:
+        return [("driver", 1.0, 0.5, self._opened_on), ("context", 1.5, 0.25, self._opened_on)]
 
     def close(self) -> None:
         if not self.closed:

@@ -1,7 +1,7 @@
 # Types of the compiled module; made by `python -m nanobind.stubgen -m tokenspeed._native`. A test keeps it equal to that.
 """TokenSpeed's C++: the scheduler (control plane) and the devices."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 
 class QueueFull(Exception):
@@ -125,6 +125,16 @@ class Step:
     @property
     def state_slot(self) -> memoryview: ...
 
+class Drawn:
+    """
+    What a committed step drew: (request_id, token, finish) in row order, without requests that have
+    ended; finish is None, 'stop' or 'length'. Each iteration makes them anew.
+    """
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[tuple[int, int, str | None]]: ...
+
 class Scheduler:
     """
     Decides what runs in the next step (docs/scheduler.md). Not thread-safe: one thread owns it.
@@ -142,10 +152,9 @@ class Scheduler:
         Plans a step. None: nothing can run now; commit first if a step is in flight.
         """
 
-    def commit(self, step_id: int, tokens: memoryview) -> list[tuple[int, int, str | None]]:
+    def commit(self, step_id: int, tokens: memoryview) -> Drawn:
         """
-        The oldest step has run; tokens is int32[num_logit_rows]. Returns (request_id, token, finish) of the
-        drawn rows in row order, without requests that have ended; finish is None, 'stop' or 'length'.
+        The oldest step has run; tokens is int32[num_logit_rows]. Returns what it drew.
         """
 
     def fail_step(self, step_id: int) -> list[int]:
@@ -284,11 +293,12 @@ class GpuDevice:
     method raises DeviceLostError once the device is lost.
     """
 
-    def __init__(self, backend: str, ordinal: int = 0, io_sets: int = 2, min_driver_version: int = 0, library: str = '') -> None:
+    def __init__(self, backend: str, ordinal: int = 0, io_sets: int = 2, min_driver_version: int = 0, library: str = '', spin_seconds: float = 5e-05) -> None:
         """
         Open device `ordinal` of backend 'cuda' or 'hip' for `io_sets` steps in flight. `min_driver_version` is
         in the driver's own counting (12040 is CUDA 12.4); `library` is a path to use in place of the system's
-        driver. Raises DeviceError, saying what to install.
+        driver; wait() asks the device again and again for `spin_seconds` before it sleeps. Raises DeviceError,
+        saying what to install.
         """
 
     def load_weights(self, path: str, file_offset: int, nbytes: int, num_threads: int = 0, piece_bytes: int = 0) -> None:
@@ -344,7 +354,19 @@ class GpuDevice:
 
     def wait(self, ticket: int) -> None:
         """
-        Sleep until the step of `ticket`, and all before it, are done. Raises DeviceLostError.
+        Return when the step of `ticket`, and all before it, are done. Raises DeviceLostError.
+        """
+
+    def time_steps(self, num_steps: int) -> None:
+        """
+        Time the graphs of steps on the device, the latest `num_steps` of them, which costs each a microsecond.
+        Before seal(). Raises DeviceError.
+        """
+
+    def step_times(self) -> list[tuple[int, int, int, float, float | None]]:
+        """
+        (ticket, tokens, sequences, seconds of its graph, seconds since the graph before it ended) of the steps
+        that were waited for since the last call; None for the first ever. Raises DeviceError.
         """
 
     def profile(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int = 0) -> list[tuple[str, float]]:
@@ -365,9 +387,10 @@ class GpuDevice:
         compilations_after_seal, allocations_after_seal, refused_after_seal.
         """
 
-    def spans(self) -> list[tuple[str, float, float]]:
+    def spans(self) -> list[tuple[str, float, float, int]]:
         """
-        Where the time of the start went: (what, start, seconds), starts on the clock of time.monotonic().
+        Where the time of the start went: (what, start, seconds, native id of the thread), starts on the clock of
+        time.monotonic().
         """
 
     def memory(self) -> tuple[int, int]:
@@ -387,6 +410,17 @@ class GpuDevice:
 
     @property
     def driver_version(self) -> int: ...
+
+class GpuContext:
+    """
+    A GPU's context, held open: making it takes a quarter of a second, and a GpuDevice of the
+    same device then shares it. Raises DeviceError.
+    """
+
+    def __init__(self, backend: str, ordinal: int = 0, library: str = '') -> None: ...
+
+    def close(self) -> None:
+        """Let go of it; idempotent. The device closes with its last user."""
 
 def gpu_devices(backend: str, library: str = '') -> tuple[list[tuple[int, str, str, int, int]], str]:
     """

@@ -24,10 +24,35 @@ using namespace tokenspeed::device;
 using namespace tokenspeed::device::gpu;
 
 void make_device(GpuDevice* self, std::string_view backend, int ordinal, int io_sets, int min_driver_version,
-                 std::string library) {
+                 std::string library, double spin_seconds) {
   const Backend kind = backend_by_name(backend);
+  GpuOptions options{io_sets, min_driver_version, std::move(library)};
+  options.spin_seconds = spin_seconds;
   const nb::gil_scoped_release release;
-  new (self) GpuDevice(kind, ordinal, {io_sets, min_driver_version, std::move(library)});
+  new (self) GpuDevice(kind, ordinal, options);
+}
+
+// Keeps a device's context open, so that a GpuDevice finds it so.
+class GpuContext {
+ public:
+  GpuContext(std::string_view backend, int ordinal, const std::string& library) {
+    const Backend kind = backend_by_name(backend);
+    const nb::gil_scoped_release release;
+    context_ = std::make_shared<Context>(open_driver(kind, library), ordinal);
+  }
+  void close() { context_.reset(); }
+
+ private:
+  std::shared_ptr<const Context> context_;
+};
+
+nb::list step_times(GpuDevice& device) {
+  nb::list list;
+  for (const StepTime& t : device.step_times()) {
+    const nb::object gap = t.gap < 0 ? nb::none() : nb::cast(t.gap);
+    list.append(nb::make_tuple(t.ticket, t.num_tokens, t.num_seqs, t.seconds, gap));
+  }
+  return list;
 }
 
 std::span<const std::byte> span_of(const nb::bytes& data) {
@@ -129,10 +154,11 @@ void bind_gpu_device(nb::module_& m) {
                         "seal() nothing is allocated, loaded or instantiated any more. Usable from any thread. Every\n"
                         "method raises DeviceLostError once the device is lost.")
       .def("__init__", &make_device, "backend"_a, "ordinal"_a = 0, "io_sets"_a = 2, "min_driver_version"_a = 0,
-           "library"_a = "",
+           "library"_a = "", "spin_seconds"_a = 50e-6,
            "Open device `ordinal` of backend 'cuda' or 'hip' for `io_sets` steps in flight. `min_driver_version` is\n"
            "in the driver's own counting (12040 is CUDA 12.4); `library` is a path to use in place of the system's\n"
-           "driver. Raises DeviceError, saying what to install.")
+           "driver; wait() asks the device again and again for `spin_seconds` before it sleeps. Raises DeviceError,\n"
+           "saying what to install.")
       .def("load_weights", &load_weights, "path"_a, "file_offset"_a, "nbytes"_a, "num_threads"_a = 0,
            "piece_bytes"_a = 0, Release(),
            "Allocate region weights and fill it with a range of a file, through pinned buffers that num_threads\n"
@@ -162,7 +188,14 @@ void bind_gpu_device(nb::module_& m) {
            "Queue a step behind those in flight and return its ticket: inputs of io set `io_set` to the device, the\n"
            "graph, outputs back. The set is the device's until wait(ticket). Raises DeviceError.")
       .def("wait", &GpuDevice::wait, "ticket"_a, Release(),
-           "Sleep until the step of `ticket`, and all before it, are done. Raises DeviceLostError.")
+           "Return when the step of `ticket`, and all before it, are done. Raises DeviceLostError.")
+      .def("time_steps", &GpuDevice::time_steps, "num_steps"_a,
+           "Time the graphs of steps on the device, the latest `num_steps` of them, which costs each a microsecond.\n"
+           "Before seal(). Raises DeviceError.")
+      .def("step_times", &step_times,
+           nb::sig("def step_times(self) -> list[tuple[int, int, int, float, float | None]]"),
+           "(ticket, tokens, sequences, seconds of its graph, seconds since the graph before it ended) of the steps\n"
+           "that were waited for since the last call; None for the first ever. Raises DeviceError.")
       .def("profile", &profile, "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_set"_a = 0, Release(),
            "Run one step node by node and return (node name, seconds) for each, in order. Raises DeviceError.")
       .def("seal", &GpuDevice::seal, Release(),
@@ -173,7 +206,8 @@ void bind_gpu_device(nb::module_& m) {
            "modules_loaded_after_seal, graph_instantiations_after_seal, captures_after_seal,\n"
            "compilations_after_seal, allocations_after_seal, refused_after_seal.")
       .def("spans", &GpuDevice::spans,
-           "Where the time of the start went: (what, start, seconds), starts on the clock of time.monotonic().")
+           "Where the time of the start went: (what, start, seconds, native id of the thread), starts on the clock of\n"
+           "time.monotonic().")
       .def("memory", &GpuDevice::memory, Release(), "(free, total) bytes of the device's memory. Raises DeviceError.")
       .def("close", &GpuDevice::close, Release(),
            "Finish the steps in flight and give everything back; idempotent. Neither raises nor hangs.")
@@ -187,6 +221,12 @@ void bind_gpu_device(nb::module_& m) {
 void bind_gpu(nb::module_& m) {
   nb::exception<DeviceLostError>(m, "DeviceLostError", m.attr("DeviceError").ptr());
   bind_gpu_device(m);
+  nb::class_<GpuContext>(m, "GpuContext",
+                         "A GPU's context, held open: making it takes a quarter of a second, and a GpuDevice of the\n"
+                         "same device then shares it. Raises DeviceError.")
+      .def(nb::init<std::string_view, int, const std::string&>(), "backend"_a, "ordinal"_a = 0, "library"_a = "")
+      .def("close", &GpuContext::close, nb::call_guard<nb::gil_scoped_release>(),
+           "Let go of it; idempotent. The device closes with its last user.");
   m.def("gpu_devices", &gpu_devices, "backend"_a, "library"_a = "",
         "The GPUs of backend 'cuda' or 'hip': ([(ordinal, name, arch, total bytes, driver version)], reason why there\n"
         "are none). Starts the driver if there is one. Raises DeviceError for an unknown backend.");

@@ -138,13 +138,25 @@ nb::object finish_name(FinishReason finish) {
   return name == nullptr ? nb::none() : nb::steal(PyUnicode_InternFromString(name));
 }
 
-nb::list commit(Scheduler& scheduler, int64_t step_id, nb::handle tokens) {
-  const Int32Buffer buffer(tokens);
-  nb::list list;
-  for (const DrawnToken& drawn : scheduler.commit(step_id, buffer.span())) {
-    list.append(nb::make_tuple(drawn.request_id, drawn.token, finish_name(drawn.finish)));
+// What a step drew, as the scheduler told it: Python objects are made when somebody looks, not while the device waits.
+struct Drawn {
+  std::vector<DrawnToken> tokens;
+
+  nb::object iterate() const {
+    const nb::object finishes[] = {finish_name(FinishReason::None), finish_name(FinishReason::Stop),
+                                   finish_name(FinishReason::Length)};
+    nb::list list;
+    for (const DrawnToken& drawn : tokens) {
+      list.append(nb::make_tuple(drawn.request_id, drawn.token, finishes[static_cast<size_t>(drawn.finish)]));
+    }
+    return nb::iter(list);
   }
-  return list;
+};
+
+Drawn commit(Scheduler& scheduler, int64_t step_id, nb::handle tokens) {
+  const Int32Buffer buffer(tokens);
+  const std::span<const DrawnToken> drawn = scheduler.commit(step_id, buffer.span());
+  return {{drawn.begin(), drawn.end()}};
 }
 
 nb::list fail_step(Scheduler& scheduler, int64_t step_id) {
@@ -201,6 +213,11 @@ void bind_scheduler(nb::module_& m) {
   nb::exception<QueueFull>(m, "QueueFull");
   bind_config(m);
   bind_step(m);
+  nb::class_<Drawn>(m, "Drawn",
+                    "What a committed step drew: (request_id, token, finish) in row order, without requests that have\n"
+                    "ended; finish is None, 'stop' or 'length'. Each iteration makes them anew.")
+      .def("__len__", [](const Drawn& drawn) { return drawn.tokens.size(); })
+      .def("__iter__", &Drawn::iterate, nb::sig("def __iter__(self) -> collections.abc.Iterator[tuple[int, int, str | None]]"));
   nb::class_<Scheduler>(m, "Scheduler",
                         "Decides what runs in the next step (docs/scheduler.md). Not thread-safe: one thread owns it.")
       .def(nb::init<const SchedulerConfig&>(), "config"_a)
@@ -212,9 +229,8 @@ void bind_scheduler(nb::module_& m) {
           nb::sig("def next_step(self) -> Step | None"),
           "Plans a step. None: nothing can run now; commit first if a step is in flight.")
       .def("commit", &commit, "step_id"_a, "tokens"_a,
-           nb::sig("def commit(self, step_id: int, tokens: memoryview) -> list[tuple[int, int, str | None]]"),
-           "The oldest step has run; tokens is int32[num_logit_rows]. Returns (request_id, token, finish) of the\n"
-           "drawn rows in row order, without requests that have ended; finish is None, 'stop' or 'length'.")
+           nb::sig("def commit(self, step_id: int, tokens: memoryview) -> Drawn"),
+           "The oldest step has run; tokens is int32[num_logit_rows]. Returns what it drew.")
       .def("fail_step", &fail_step, "step_id"_a, nb::sig("def fail_step(self, step_id: int) -> list[int]"),
            "The oldest step failed on the device: returns the requests that end with it.")
       .def("abort", &Scheduler::abort, "request_id"_a,

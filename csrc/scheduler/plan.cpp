@@ -26,12 +26,26 @@ std::shared_ptr<const Step> Scheduler::next_step() {
 
 bool Scheduler::plan_decodes(PlannedStep& plan) {
   for (size_t i = 0; i < running_.size(); ++i) {  // preemption may shorten the list behind i
+    prefetch_decode(i, *plan.step);
     Request& request = *running_[i];
     if (!fsm::is<fsm::Decoding>(request.state)) continue;
     if (request.num_new() == request.params.max_new_tokens) continue;  // its last draw is in flight
     if (!plan_decode(plan, request)) return false;
   }
   return true;
+}
+
+// Of the requests that come a little later than `index`: their objects, and of nearer ones also their pages and where
+// `step` will have these.
+void Scheduler::prefetch_decode(size_t index, const Step& step) const noexcept {
+  if (index + kPrefetchObject < running_.size()) running_[index + kPrefetchObject]->prefetch();
+  if (index + kPrefetchContents >= running_.size()) return;
+  const fsm::Holding* held = holding(running_[index + kPrefetchContents]->state);
+  if (held == nullptr) return;
+  const auto width = static_cast<size_t>(config_.pages_per_sequence());
+  const size_t row = static_cast<size_t>(step.num_seqs) + kPrefetchContents;
+  __builtin_prefetch(page_rows_.data() + static_cast<size_t>(held->slot.slot()) * width);
+  if (row < static_cast<size_t>(config_.max_num_seqs)) __builtin_prefetch(step.page_table.data() + row * width, 1);
 }
 
 // A decode without a page holds the line: were younger requests to run meanwhile, they would be in flight

@@ -89,7 +89,10 @@ std::span<const DrawnToken> Scheduler::commit(int64_t step_id, std::span<const i
     }
   }
   drawn_.clear();
-  for (const Entry& entry : plan.entries) {
+  for (size_t i = 0; i < plan.entries.size(); ++i) {
+    if (i + kPrefetchObject < plan.entries.size()) plan.entries[i + kPrefetchObject].request->prefetch();
+    if (i + kPrefetchContents < plan.entries.size()) plan.entries[i + kPrefetchContents].request->prefetch_tokens();
+    const Entry& entry = plan.entries[i];
     Request& request = *entry.request;
     if (fsm::has_ended(request.state) || entry.draw_row < 0) {
       fsm::follow(request.state, fsm::Commit{});

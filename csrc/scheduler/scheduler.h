@@ -91,6 +91,18 @@ class Scheduler {
 
     int32_t num_tokens() const noexcept { return static_cast<int32_t>(tokens.size()); }
     int32_t num_new() const noexcept { return num_tokens() - num_prompt + num_drawing; }
+
+    // Asks for the object's cache lines, or for what it points to (which reads the object). Between two steps lie
+    // milliseconds, in which others use the caches: who walks over requests asks for those to come, so that their
+    // misses pass at the same time.
+    void prefetch() const noexcept {
+      const auto* bytes = reinterpret_cast<const char*>(this);
+      for (size_t at = 0; at < sizeof(Request); at += 64) __builtin_prefetch(bytes + at, 1);
+    }
+    void prefetch_tokens() const noexcept {
+      __builtin_prefetch(tokens.data() + tokens.size(), 1);
+      __builtin_prefetch(params.stop_token_ids.data());
+    }
   };
   struct Entry {
     Request* request;
@@ -101,6 +113,7 @@ class Scheduler {
     std::vector<Entry> entries;  // one per sequence
   };
   static constexpr int32_t kMaxInFlight = 2;
+  static constexpr size_t kPrefetchObject = 8, kPrefetchContents = 4;  // requests ahead of the one at hand
 
   // Planning (plan.cpp). True: younger requests may follow in the step.
   bool plan_decodes(PlannedStep& plan);
@@ -114,6 +127,7 @@ class Scheduler {
   cache::PageLease acquire_pages(const fsm::Holding& held, int32_t num_positions);
   void enter_pages(int32_t slot, int32_t num_held, const cache::PageLease& more) noexcept;
   std::span<const int32_t> page_row(const fsm::Holding& held) const noexcept;
+  void prefetch_decode(size_t index, const Step& step) const noexcept;
   std::shared_ptr<Step> blank_step();
 
   PlannedStep& oldest(int64_t step_id, const char* verb);

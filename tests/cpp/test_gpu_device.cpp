@@ -296,7 +296,7 @@ TEST(other_parts_load_beside_the_weights) {
     device.wait(device.submit(graph, {1, 1, 1}, 0));
     CHECK(device.counters(false).modules_loaded == 5 && device.counters(false).regions_allocated == 3);
     bool named = false;
-    for (const auto& [what, start, seconds] : device.spans()) {
+    for (const auto& [what, start, seconds, thread] : device.spans()) {
       CHECK(start > 0 && seconds >= 0);
       named = named || what == "weights";
     }
@@ -332,6 +332,61 @@ TEST(profile_runs_nodes_one_by_one) {
     CHECK(nodes.size() == 2 && nodes[0].first == "double" && nodes[1].first == "shift");
     for (const auto& [name, seconds] : nodes) CHECK(seconds > 0.0009 && seconds < 0.0011);  // of the driver for tests
     CHECK(r.output(0)[2] == 23 && r.driver.lines({"launch"}).size() == 2 && r.driver.lines({"graph_launch"}).empty());
+  }
+}
+
+// The driver for tests counts a millisecond for each piece of work: a graph of two kernels is one; between two graphs
+// lie a copy back and a copy to the device.
+TEST(steps_are_timed_where_asked_for) {
+  for (const Backend backend : kBackends) {
+    Ready r(backend);
+    CHECK(contains(error_of([&] { r.device->step_times(); }), "steps are not timed: call time_steps before seal()"));
+    CHECK(contains(error_of([&] { r.device->time_steps(0); }), "the times of 1 to 65536 steps can be kept, but 0"));
+    r.device->time_steps(3);
+    r.device->seal();
+    CHECK(contains(error_of([&] { r.device->time_steps(3); }), "the device is sealed, so it cannot time steps"));
+    r.device->wait(r.device->submit(r.graph, {5, 4, 1}, 0));
+    const Ticket running = r.device->submit(r.graph, {7, 6, 1}, 1);
+    const auto first = r.device->step_times();
+    CHECK(first.size() == 1 && first[0].ticket == 1 && first[0].num_tokens == 5 && first[0].num_seqs == 4);
+    CHECK(first[0].seconds > 0.0005 && first[0].gap < 0);
+    r.device->wait(running);
+    const auto second = r.device->step_times();
+    CHECK(second.size() == 1 && second[0].num_seqs == 6 && second[0].gap > 0.0019 && second[0].gap < 0.0021);
+    CHECK(second[0].seconds == first[0].seconds && r.device->step_times().empty());
+    for (int i = 0; i < 5; ++i) r.device->wait(r.device->submit(r.graph, {1, 1, 1}, 0));
+    const auto latest = r.device->step_times();  // two have been overwritten
+    CHECK(latest.size() == 3 && latest[0].ticket == 5 && latest[0].gap < 0 && latest[2].gap > 0.0019);
+  }
+}
+
+TEST(steps_that_nobody_times_have_no_events_for_it) {
+  for (const Backend backend : kBackends) {
+    Ready r(backend);
+    r.device->seal();
+    r.device->wait(r.device->submit(r.graph, {1, 1, 1}, 0));
+    CHECK(r.driver.lines({"event_record"}).size() == 1 && r.driver.lines({"event_elapsed"}).empty());
+  }
+}
+
+TEST(several_threads_load_graphs) {
+  for (const Backend backend : kBackends) {
+    Ready r(backend);
+    std::array<int, 8> handles{};
+    std::vector<std::thread> loaders;
+    for (int& handle : handles) {
+      loaders.emplace_back([&r, &handle] { handle = r.device->load_graph(two_nodes().encode(), 0); });
+    }
+    for (std::thread& loader : loaders) loader.join();
+    std::sort(handles.begin(), handles.end());
+    for (int i = 0; i < 8; ++i) CHECK(handles[static_cast<size_t>(i)] == i + 1);
+    r.driver.fail("graph_instantiate", 1, 2);
+    CHECK(throws<DeviceError>([&] { r.device->load_graph(two_nodes().encode(), 0); }));
+    CHECK(contains(error_of([&] { r.device->submit(9, {1, 1, 1}, 0); }), "graph 9 is not loaded"));
+    r.device->seal();
+    r.input(0)[0] = 6;
+    r.device->wait(r.device->submit(handles[7], {1, 1, 1}, 0));
+    CHECK(r.output(0)[0] == 23 && r.device->counters(false).graphs_loaded == 9);
   }
 }
 

@@ -189,8 +189,8 @@ class _Preparation:
         """What the driver did is part of the trace: a GPU notes it itself."""
         current = trace.current()
         if current is not None and hasattr(self.device, "spans"):
-            for what, start, seconds in self.device.spans():
-                current.add(what, start, start + seconds, track=trace.DRIVER_TRACK)
+            for what, start, seconds, thread in self.device.spans():
+                current.add(what, start, start + seconds, track=thread)
 
     def _load_weights(self) -> None:
         section = self.section

@@ -18,9 +18,8 @@ from tokenspeed.errors import ResourceError
 
 MOST_EVENTS = 200_000
 """Events that a trace holds; later ones are only counted, so that a server may run under a trace for long."""
-DEVICE_TRACK, DRIVER_TRACK = 0, 1
-"""Thread ids of the tracks for what the device does, and for what its driver did while loading. No thread of this
-process has them, unless it is the first one of a container, which then shares the driver's track."""
+DEVICE_TRACK = 0
+"""Thread id of the track for what the device does: no thread has it."""
 
 
 class Trace:
@@ -32,7 +31,7 @@ class Trace:
     def __init__(self) -> None:
         self._exec = time.perf_counter() - seconds_since_exec()
         self._events: list[dict[str, Any]] = []
-        self._threads: dict[int, str] = {DEVICE_TRACK: "device", DRIVER_TRACK: "driver"}
+        self._threads: dict[int, str] = {DEVICE_TRACK: "device"}
         self._dropped = 0
         self._once: set[str] = set()
 

@@ -1,5 +1,7 @@
 #include "device/gpu/gpu_context.h"
 
+#include <unistd.h>
+
 #include <cstring>
 #include <thread>
 
@@ -27,7 +29,7 @@ std::string ordinals(size_t count) {
 void Timeline::add(std::string what, double start) {
   const double end = now();
   const std::lock_guard lock(mutex_);
-  spans_.emplace_back(std::move(what), start, end - start);
+  spans_.emplace_back(std::move(what), start, end - start, gettid());
 }
 
 std::vector<Timeline::Span> Timeline::spans() const {

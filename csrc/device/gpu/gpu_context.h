@@ -15,10 +15,11 @@
 
 namespace tokenspeed::device::gpu {
 
-// Where the time of a start goes: (what, start, seconds), with starts on the clock of Python's time.monotonic().
+// Where the time of a start goes: (what, start, seconds, the system's id of the thread), with starts on the clock of
+// Python's time.monotonic().
 class Timeline {
  public:
-  using Span = std::tuple<std::string, double, double>;
+  using Span = std::tuple<std::string, double, double, int>;
   static double now() noexcept {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   }

@@ -9,7 +9,7 @@ namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr int kMaxIoSets = 64;
-constexpr double kSpinSeconds = 50e-6;       // about what a sleeping thread takes to wake
+constexpr size_t kMaxTimedSteps = 65536;
 constexpr uint64_t kMergeBytes = 64 << 10;   // that are copied sooner than a second copy starts
 
 uint64_t round_up(uint64_t nbytes, uint64_t to) { return (nbytes + to - 1) / to * to; }
@@ -39,7 +39,7 @@ class GpuDevice::Loading {
 };
 
 GpuDevice::GpuDevice(Backend backend, int ordinal, const GpuOptions& options)
-    : close_seconds_(options.close_seconds) {
+    : close_seconds_(options.close_seconds), spin_seconds_(options.spin_seconds) {
   if (options.io_sets < 1 || options.io_sets > kMaxIoSets) {
     throw DeviceError("a device needs 1 to " + std::to_string(kMaxIoSets) + " io sets, but " +
                       std::to_string(options.io_sets) + " were asked for");
@@ -223,30 +223,46 @@ void GpuDevice::load_binary(const std::string& name, std::span<const std::byte> 
 }
 
 int GpuDevice::load_graph(std::span<const std::byte> bytes, uint64_t kv_page_stride) {
-  const std::lock_guard lock(mutex_);
+  std::unique_lock lock(mutex_);
   require_unsealed("load a launch graph");
   double start = Timeline::now();
   const LaunchGraph launch_graph = read_graph(bytes);
   auto graph = std::make_unique<GpuGraph>(launch_graph, GraphContext{context_, regions_, modules_, kv_page_stride});
   timeline_.add("bind graph", start);
-  start = Timeline::now();
-  graph->build();
-  timeline_.add("build graph", start);
-  start = Timeline::now();
+  const size_t handle = graphs_.size();
+  graphs_.emplace_back();
   count([](GpuCounters& c) { ++c.graph_instantiations; });
-  graph->instantiate();
-  timeline_.add("instantiate graph", start);
-  start = Timeline::now();
-  graph->upload(stream_->get());
-  timeline_.add("upload graph", start);
-  graphs_.push_back(std::move(graph));
-  count([](GpuCounters& c) { ++c.graphs_loaded; });
-  return static_cast<int>(graphs_.size()) - 1;
+  std::exception_ptr error;
+  {
+    const Loading loading(*this);
+    lock.unlock();  // several threads may make graphs, once each is bound
+    try {
+      start = Timeline::now();
+      graph->build();
+      timeline_.add("build graph", start);
+      start = Timeline::now();
+      graph->instantiate();
+      timeline_.add("instantiate graph", start);
+      start = Timeline::now();
+      graph->upload(stream_->get());
+      timeline_.add("upload graph", start);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    lock.lock();
+    if (!error) {
+      graphs_[handle] = std::move(graph);
+      count([](GpuCounters& c) { ++c.graphs_loaded; });
+    }
+    lock.unlock();
+  }
+  if (error) std::rethrow_exception(error);
+  return static_cast<int>(handle);
 }
 
 GpuGraph& GpuDevice::graph_of(int graph, const StepSizes& sizes, int io_set) {
   require_open();
-  if (graph < 0 || static_cast<size_t>(graph) >= graphs_.size()) {
+  if (graph < 0 || static_cast<size_t>(graph) >= graphs_.size() || graphs_[static_cast<size_t>(graph)] == nullptr) {
     throw DeviceError("graph " + std::to_string(graph) + " is not loaded: this device has " +
                       std::to_string(graphs_.size()) + " graphs, from 0");
   }
@@ -329,7 +345,9 @@ Ticket GpuDevice::submit(int graph, const StepSizes& sizes, int io_set) {
   GpuGraph& g = graph_of(graph, sizes, io_set);
   IoSet& set = io_sets_[static_cast<size_t>(io_set)];
   stage(set, sizes);
+  if (times_ != nullptr) times_->begin(last_ticket_ + 1, sizes.num_tokens, sizes.num_seqs, stream_->get());
   context_->check(context_->call().graph_launch(g.exec(), stream_->get()), "start a step");
+  if (times_ != nullptr) times_->end(stream_->get());
   ++g.runs;
   count([&](GpuCounters& c) {
     ++c.steps;
@@ -358,7 +376,7 @@ void GpuDevice::wait(Ticket ticket) {
     ++waiting_;
   }
   context_->bind_quietly();
-  const double end = Timeline::now() + kSpinSeconds;
+  const double end = Timeline::now() + spin_seconds_;
   Status code = context_->call().event_query(event);
   while (code == status::kNotReady && Timeline::now() < end) code = context_->call().event_query(event);
   if (code == status::kNotReady) code = context_->call().event_synchronize(event);
@@ -368,6 +386,23 @@ void GpuDevice::wait(Ticket ticket) {
   context_->check(code, "finish a step");
   done_ticket_ = std::max(done_ticket_, ticket);
   for (IoSet& set : io_sets_) set.busy = set.busy && set.ticket > done_ticket_;
+}
+
+void GpuDevice::time_steps(size_t num_steps) {
+  const std::lock_guard lock(mutex_);
+  require_unsealed("time steps");
+  if (num_steps < 1 || num_steps > kMaxTimedSteps) {
+    throw DeviceError("the times of 1 to " + std::to_string(kMaxTimedSteps) + " steps can be kept, but " +
+                      std::to_string(num_steps) + " were asked for");
+  }
+  times_ = std::make_unique<StepTimes>(context_, num_steps);
+}
+
+std::vector<StepTime> GpuDevice::step_times() {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  if (times_ == nullptr) throw DeviceError("steps are not timed: call time_steps before seal()");
+  return times_->take(done_ticket_);
 }
 
 std::vector<std::pair<std::string, double>> GpuDevice::profile(int graph, const StepSizes& sizes, int io_set) {
@@ -420,6 +455,7 @@ void GpuDevice::close() noexcept {
     abandon(regions_);
     abandon(host_io_);
     abandon(io_sets_);
+    abandon(times_);
     abandon(stream_);
   }
   graphs_.clear();
@@ -427,6 +463,7 @@ void GpuDevice::close() noexcept {
   for (auto& region : regions_) region.reset();
   host_io_.reset();
   io_sets_.clear();
+  times_.reset();
   stream_.reset();
 }
 

@@ -14,6 +14,7 @@
 #include "device/binding.h"
 #include "device/gpu/gpu_graph.h"
 #include "device/gpu/gpu_weights.h"
+#include "device/gpu/step_times.h"
 
 namespace tokenspeed::device::gpu {
 
@@ -22,6 +23,8 @@ struct GpuOptions {
   int min_driver_version = 0;   // as the driver counts: 12040 is CUDA 12.4
   std::string library;          // a path; empty: the system's driver
   double close_seconds = 10;    // that close() gives to work in flight
+  double spin_seconds = 50e-6;  // that wait() looks again and again before it sleeps; the default is about what a
+                                // sleeping thread takes to wake
 };
 
 // What happened to the device; one of each for the time after seal(), where all but steps must stay 0.
@@ -74,6 +77,10 @@ class GpuDevice {
   Ticket submit(int graph, const StepSizes& sizes, int io_set);
   // Sleeps until the step of `ticket`, and all before it, are done and their outputs are in the host's memory.
   void wait(Ticket ticket);
+  // Times the graphs of steps from here on, of the latest `num_steps`; before seal(). Without it steps are not timed.
+  void time_steps(size_t num_steps);
+  // Of the steps that are done since the last call; see StepTimes::take.
+  std::vector<StepTime> step_times();
   // Runs a step alone, node by node, and returns the seconds of each.
   std::vector<std::pair<std::string, double>> profile(int graph, const StepSizes& sizes, int io_set);
 
@@ -119,17 +126,18 @@ class GpuDevice {
   std::unique_ptr<Stream> stream_;
   DeviceRegions regions_;
   Modules modules_;
-  std::vector<std::unique_ptr<GpuGraph>> graphs_;
+  std::vector<std::unique_ptr<GpuGraph>> graphs_;  // null while it is loaded
   std::unique_ptr<PinnedMemory> host_io_;
   std::vector<IoSet> io_sets_;
   uint64_t input_bytes_ = 0, io_bytes_ = 0;
   int64_t step_sizes_offset_ = -1;
   std::vector<IoExtent> inputs_, outputs_;
   std::vector<CopyRange> ranges_;  // of the step that is being submitted
+  std::unique_ptr<StepTimes> times_;
   Ticket last_ticket_ = 0, done_ticket_ = 0;
   std::array<GpuCounters, 2> counters_;  // in all, and after seal()
   int loading_ = 0, waiting_ = 0;  // calls that work without the lock
-  double close_seconds_ = 0;
+  double close_seconds_ = 0, spin_seconds_ = 0;
   bool loading_weights_ = false, sealed_ = false, closed_ = false;
 };
 
