@@ -8,7 +8,7 @@ imported), and the repository root on PYTHONPATH; no torch.
 
 1. Model: two layers of the shape with random weights are built twice, once with each attention, verified and served;
    log-probabilities of the same tokens must agree to what bfloat16 leaves.
-2. Values: attention of ragged steps over random q and pages, element by element.
+2. Values: attention of ragged steps over random q and pages, element by element; positions beyond a sequence hold NaN.
 3. Times: graphs of attention alone, walking the layers of the shape over pages that no cache holds. Two lengths of
    graph are timed and subtracted, so that what a step costs besides is not counted. The plan runs once a step: its time
    is given apart.
@@ -76,6 +76,17 @@ def pick(values, step_sizes, to, WIDTH: tl.constexpr, COUNT: tl.constexpr, N: tl
     tl.store(to + p, value.to(tl.float32), mask=p < COUNT)
 
 
+@triton.jit
+def poison(kv, page_table, context_lens, D: tl.constexpr, PAGE_SIZE: tl.constexpr, STRIDE: tl.constexpr,
+           PAGES: tl.constexpr):  # fmt: skip
+    """NaN into what lies behind a sequence's last position in its last page. Grid (sequences, heads of K and of V)."""
+    last = tl.load(context_lens + tl.program_id(0)) - 1
+    page = tl.load(page_table + tl.program_id(0) * PAGES + last // PAGE_SIZE).to(tl.int64)
+    i = tl.arange(0, PAGE_SIZE * D)
+    value = tl.full((PAGE_SIZE * D,), float("nan"), tl.float32).to(kv.dtype.element_ty)
+    tl.store(kv + page * STRIDE + tl.program_id(1) * (PAGE_SIZE * D) + i, value, mask=i // D > last % PAGE_SIZE)
+
+
 def helper(function: Any, signature: dict[str, str], **constants: int) -> DeviceKernel:
     return DeviceKernel("capture_flashinfer", function.fn.__name__, tuple(signature.items()),
                         tuple(sorted(constants.items())), 4, 1)  # fmt: skip
@@ -87,6 +98,8 @@ class Shape:
 
     layers: int
     q_width: int
+    head_dim: int
+    kv_heads: int
     page_size: int
     pages_per_seq: int
     page_bytes: int
@@ -144,6 +157,12 @@ class Attention:
 
 FILL = {"to": "*bf16", "stride": "i32"}
 PICK = {"values": "*bf16", "step_sizes": "*i32", "to": "*fp32"}
+POISON = {"kv": "*bf16", "page_table": "*i32", "context_lens": "*i32"}
+
+
+def poison_kernel(shape: Shape) -> DeviceKernel:
+    return helper(poison, POISON, D=shape.head_dim, PAGE_SIZE=shape.page_size, STRIDE=shape.page_bytes // 2,
+                  PAGES=shape.pages_per_seq)  # fmt: skip
 
 
 class Steps:
@@ -258,7 +277,7 @@ def ragged(tokens: int, limit: int) -> tuple[list[int], list[int]]:
     return lengths, contexts
 
 
-def check_values(sides: Mapping[str, Attention], steps: Steps) -> float:
+def check_values(sides: Mapping[str, Attention], steps: Steps, pages: int) -> float:
     worst = 0.0
     cases = [([1] * n, [1 + (i * 389) % 1024 for i in range(n)]) for n in (1, 2, 33, 64, 256)]
     cases += [ragged(n, 2048) for n in (3, 16, 100, 600, 2048)]
@@ -270,7 +289,13 @@ def check_values(sides: Mapping[str, Attention], steps: Steps) -> float:
             rows, width = q.extent // (2 * side.shape.q_width), side.shape.q_width
             sizes, to = side.low.layout.step_sizes(), steps.placed["out_top_logprobs"]
             target = Pointer(Region.IO, to.offset, 4 * PICKED, Access.WRITE)
+            tables = [Pointer(Region.IO, steps.placed[n].offset, steps.placed[n].nbytes, Access.READ)
+                      for n in ("page_table", "context_lens")]  # fmt: skip
+            layer = Pointer(Region.KV, 0, side.shape.layer_bytes, Access.WRITE)
             nodes = [
+                pages_node(side, pages),
+                side.node("poison", poison_kernel(side.shape), (len(lengths), 2 * side.shape.kv_heads, 1),
+                          layer, *tables),
                 side.node("fill", helper(fill, FILL, SEED=7, COUNT=width, N=BLOCK), (1, rows, 1), q, Int(width, 4)),
                 *side.layers(bucket, 1),
                 side.node("pick", helper(pick, PICK, WIDTH=width, COUNT=PICKED, N=1024), (PICKED // 1024, 1, 1),
@@ -282,7 +307,9 @@ def check_values(sides: Mapping[str, Attention], steps: Steps) -> float:
             results.append(steps.picked())
         difference = max(abs(a - b) for a, b in zip(*results, strict=True))
         scale = max(abs(a) for a in results[0])
-        assert scale > 0.05 and all(x == x for x in results[1]), (lengths, contexts, scale)
+        for name, result in zip(sides, results, strict=True):
+            assert all(x == x for x in result), f"{name}: NaN of unused positions got into {lengths} of {contexts}"
+        assert scale > 0.05, (lengths, contexts, scale)
         assert difference < TOLERANCE * max(1.0, scale), (lengths, contexts, difference)
         worst = max(worst, difference)
     print(f"values: {len(cases)} ragged steps, {PICKED} elements each: greatest difference {worst:.2e}")
@@ -354,7 +381,8 @@ def lower(shape_folder: Path, cache: Path) -> tuple[dict[str, LoweredTarget], di
         binaries |= {code.name: code.binary for code in real.values()} | dict(captures.binaries)
     layout = lowered["triton"].layout
     kv = [value for value in program.states if value.shape[0] == "num_pages"]
-    shape = Shape(config.num_layers, config.num_heads * config.head_dim, envelope.page_size,
+    shape = Shape(config.num_layers, config.num_heads * config.head_dim, config.head_dim, config.num_kv_heads,
+                  envelope.page_size,
                   -(-envelope.max_model_len // envelope.page_size), layout.kv_page_bytes,
                   layout.kv_page_bytes // len(kv))  # fmt: skip
     return lowered, binaries, shape
@@ -366,6 +394,7 @@ def helpers_of(shape: Shape, cache: Path) -> dict[DeviceKernel, CompiledKernel]:
         helper(fill, FILL, SEED=7, COUNT=shape.q_width, N=BLOCK),
         helper(fill, FILL, SEED=11, COUNT=elements, N=BLOCK),
         helper(pick, PICK, WIDTH=shape.q_width, COUNT=PICKED, N=1024),
+        poison_kernel(shape),
     ]
     return {kernel: code for (kernel, _), code in compile_kernels([(k, TARGET) for k in kernels], cache=cache).items()}
 
@@ -382,13 +411,12 @@ def open_device(lowered: Mapping[str, LoweredTarget], binaries: Mapping[str, byt
     return device
 
 
-def fill_pages(side: Attention, pages: int) -> None:
+def pages_node(side: Attention, pages: int) -> Node:
     """Random numbers into every page, whose K and V then have values near 1."""
     elements = side.shape.page_bytes // 2
     whole = Pointer(Region.KV, 0, side.shape.page_bytes, Access.WRITE)
     kernel = helper(fill, FILL, SEED=11, COUNT=elements, N=BLOCK)
-    graph = side.load([side.node("pages", kernel, (-(-elements // BLOCK), pages, 1), whole, Int(elements, 4))])
-    side.device.wait(side.device.submit(graph, 1, 1, 1, 0))
+    return side.node("pages", kernel, (-(-elements // BLOCK), pages, 1), whole, Int(elements, 4))
 
 
 def main() -> None:
@@ -415,9 +443,10 @@ def main() -> None:
         binaries |= {code.name: code.binary for code in helpers.values()}
         device = open_device(lowered, binaries, pages, shape)
         sides = {s: Attention(device, low, shape, helpers) for s, low in lowered.items()}
-        fill_pages(sides["triton"], pages)
         steps = Steps(device, lowered["triton"], shape, pages)
-        figures["values_greatest_difference"] = check_values(sides, steps)
+        figures["values_greatest_difference"] = check_values(sides, steps, pages)
+        graph = sides["triton"].load([pages_node(sides["triton"], pages)])
+        device.wait(device.submit(graph, 1, 1, 1, 0))
         print(f"{'us a call':<14}{'triton':>10}{'flashinfer':>12}{'ratio':>8}{'plan':>8}")
         figures["cases"] = {}
         for case in cases:
