@@ -25,6 +25,7 @@ LAYERS: dict[str, int] = {
     "tokenspeed.envelope": 2,
     "tokenspeed.artifact": 3,
     "tokenspeed.verify_artifact": 4,
+    "tokenspeed.tuning_pack": 4,
     "tokenspeed._native": 3,
     "tokenspeed.kernels": 4,
     "tokenspeed.compile": 5,

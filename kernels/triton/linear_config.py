@@ -1,6 +1,6 @@
 """Which tile shape a projection uses: measured tables first, a rule by shape where nothing was measured.
 
-Tables are kernels/tuning/<arch>.json, made on the device by benchmarks/gpu/bench_linear.py; they travel with the
+Tables are kernels/tuning/<arch>.json, made by `tokenspeed tune` from measurements on the device; they travel with the
 package. An entry serves its (op, N, K, dtype) up to its M, from the next smaller entry's M on. Any choice gives
 correct results, and on sm_90a the same bits: tables change speed only.
 """
@@ -86,13 +86,13 @@ def _table(arch: str) -> dict[tuple[str, int, int, str], tuple[tuple[int, Config
 
 
 def parse_table(table: dict[str, Any]) -> dict[tuple[str, int, int, str], tuple[tuple[int, Config], ...]]:
-    """A table's entries by (op, N, K, dtype), each ordered by M."""
+    """A table's entries by (op, N, K, dtype), each ordered by M; of several devices', the one measured last."""
     assert table["format_version"] == FORMAT_VERSION, table["format_version"]
-    rungs: dict[tuple[str, int, int, str], list[tuple[int, Config]]] = {}
-    for entry in table["linear"]:
+    rungs: dict[tuple[str, int, int, str], dict[int, Config]] = {}
+    for entry in sorted(table["linear"], key=lambda entry: str(entry.get("date", ""))):
         key = (entry["op"], entry["N"], entry["K"], entry["dtype"])
-        rungs.setdefault(key, []).append((entry["M"], Config(**entry["config"])))
-    return {key: tuple(sorted(found)) for key, found in rungs.items()}
+        rungs.setdefault(key, {})[entry["M"]] = Config(**entry["config"])
+    return {key: tuple(sorted(found.items())) for key, found in rungs.items()}
 
 
 def rule(target: Target, op: str, m: int, n: int, k: int, dtype: str) -> Config:

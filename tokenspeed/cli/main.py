@@ -15,7 +15,7 @@ from importlib import import_module
 from tokenspeed import __version__
 from tokenspeed.errors import ResourceError, TokenSpeedError
 
-COMMANDS = ("build", "run", "serve", "inspect", "explain", "verify", "bench", "doctor", "export")
+COMMANDS = ("build", "run", "serve", "inspect", "explain", "verify", "bench", "doctor", "export", "tune")
 
 _EPILOG = """\
 the usual walk:

@@ -1,0 +1,423 @@
+"""The builder's side of ``tokenspeed tune``: packs of candidates to time, on a machine without a GPU.
+
+The shapes are those of a model's Program in the buckets of its envelope. A kernel family (kernels/tunable.py) names
+the candidates of each; they are compiled for the target, and a graph of one call of each is written down. The device
+side is tokenspeed/runtime/tuning.py, the tables are tuning_tables.py, docs/tuning.md explains the measurement.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenspeed import __version__
+from tokenspeed.bucket import Bucket, StepLimits
+from tokenspeed.compile.buckets import ladder
+from tokenspeed.compile.build import Progress
+from tokenspeed.compile.checkpoint import ModelConfig, open_checkpoint
+from tokenspeed.compile.codegen import CompiledKernel, Job, compile_kernels
+from tokenspeed.compile.dummy_weights import DummyCheckpoint
+from tokenspeed.compile.lower import SCRATCH_PARAMETERS
+from tokenspeed.compile.models import build_program
+from tokenspeed.compile.passes import CPU_PASSES, run_passes
+from tokenspeed.compile.select import op_sizes
+from tokenspeed.device_code import DeviceCode, read_device_code
+from tokenspeed.envelope import resolve
+from tokenspeed.errors import ArtifactError, TargetError, UsageError
+from tokenspeed.gpu_verify import verify_gpu_graph
+from tokenspeed.graph import Access, Argument, Float, Launch, LaunchGraph, Node, Pointer, Region
+from tokenspeed.graph_verify import verify_graph
+from tokenspeed.kernels.registry import ArgumentKind, ArgumentRule, DeviceKernel, Request, Stage
+from tokenspeed.kernels.triton.linear_tuning import LinearFamily
+from tokenspeed.kernels.triton_specs import triton_registry
+from tokenspeed.kernels.tunable import Family, Predecessor, Variant
+from tokenspeed.step import align
+from tokenspeed.target import Target
+from tokenspeed.tuning_pack import (
+    STEP_SIZES_BYTES,
+    Candidate,
+    Case,
+    PackManifest,
+    Peak,
+    Rotation,
+    Shape,
+    chain,
+    write_pack,
+)
+
+FAMILIES: tuple[Family, ...] = (LinearFamily(),)
+"""In the order in which their shapes are timed."""
+_ALIGNMENT = 4096
+_BEFORE = "before"
+_CACHE_SHARE = 3
+"""Bytes of cold operands that a replay goes through before it meets a copy again, in caches: more than two, so that
+no part of a copy is left whatever the cache replaces first."""
+_REPLAY_SECONDS = 300e-6
+"""What a replay takes at least: some thirty times what it costs to start one."""
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Facts of the part that an architecture is usually bought as, by its data sheet; ``cache`` is the last one."""
+
+    peak: Peak
+    cache_bytes: int
+
+
+_PARTS: Mapping[str, _Part] = {
+    "sm_90a": _Part(Peak("H200 SXM", 4.8e12, 989e12), 50 << 20),
+    "sm_100a": _Part(Peak("B200", 8.0e12, 2250e12), 126 << 20),
+    "sm_103a": _Part(Peak("B300", 8.0e12, 2250e12), 126 << 20),
+    "sm_120a": _Part(Peak("RTX PRO 6000", 1.792e12, 504e12), 128 << 20),
+    "gfx942": _Part(Peak("MI300X", 5.3e12, 1307e12), 256 << 20),
+    "gfx950": _Part(Peak("MI355X", 8.0e12, 2517e12), 256 << 20),
+}
+
+
+@dataclass(frozen=True)
+class PackResult:
+    """What was packed: where, its identity, bytes, how many shapes, cases, candidates and binaries, the kernels that
+    do not compile with their errors, and the seconds that each stage took."""
+
+    path: Path
+    digest: str
+    nbytes: int
+    shapes: int
+    cases: int
+    candidates: int
+    binaries: int
+    failures: Mapping[str, str]
+    seconds: Mapping[str, float]
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.__dict__, "path": str(self.path), "failures": dict(self.failures)}
+
+
+def pack(
+    checkpoints: Sequence[str | Path],
+    output: str | Path,
+    target: Target,
+    *,
+    rows: Sequence[int] | None = None,
+    ops: Sequence[str] | None = None,
+    force: bool = False,
+    workers: int | None = None,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    **flags: Any,
+) -> PackResult:
+    """Write the pack of everything worth timing for ``checkpoints`` on ``target``.
+
+    Args:
+        checkpoints: Hugging Face directories, of which config.json is read alone, or GGUF files.
+        rows: numbers of rows (M) to tune for instead of those of the buckets; rows of logits stay within the most
+            that a step may have.
+        ops: the kinds of op to tune instead of all that have candidates.
+        force: replace the file at ``output``.
+        workers, cache: as for ``build``.
+        flags: envelope fields that size the buckets: max_num_seqs, max_prefill_tokens, max_logit_rows.
+
+    Raises:
+        TokenSpeedError: one of its kinds; nothing is left behind.
+    """
+    progress, path = progress or Progress(), Path(output)
+    _check_request(path, target, ops, force)
+    with progress.stage("shapes"):
+        requests: dict[_Key, list[Request]] = {}
+        models = []
+        for checkpoint in checkpoints:
+            config = _config(Path(checkpoint))
+            models.append(config.name)
+            for family, request in _requests(config, target, rows, ops, flags):
+                group = requests.setdefault(_group(family, request), [])
+                if request not in group:
+                    group.append(request)
+        plans = [_ShapePlan(key, sorted(group, key=_rows)) for key, group in requests.items()]
+        if not plans:
+            raise UsageError("nothing to tune: no op of the models has candidates", hint="leave --op and --rows out")
+    failures: dict[Job, TargetError] = {}
+    with progress.stage("compile"):
+        jobs = [(kernel, target) for plan in plans for kernel in plan.kernels()]
+        compiled = compile_kernels(jobs, workers=workers, cache=cache, progress=progress.stream, failures=failures)
+    with progress.stage("pack"):
+        writer = _Writer({kernel: code for (kernel, _), code in compiled.items()})
+        shapes = tuple(shape for plan in plans if (shape := plan.write(writer)) is not None)
+        members = writer.members
+        binaries = {code.name: f"kernels/{code.file_name}" for code in writer.used}
+        manifest = PackManifest(str(target), __version__, tuple(models), _PARTS[target.arch].peak, shapes, binaries, {})
+        digest = write_pack(path, manifest, members)
+    cases = [case for shape in shapes for case in shape.cases]
+    return PackResult(
+        path, digest, path.stat().st_size, len(shapes), len(cases), sum(len(case.candidates) for case in cases),
+        len(binaries), {str(kernel): error.message for (kernel, _), error in failures.items()}, progress.seconds,
+    )  # fmt: skip
+
+
+def _check_request(path: Path, target: Target, ops: Sequence[str] | None, force: bool) -> None:
+    if not target.is_gpu:
+        raise UsageError(f"--target is {target}: tables are for GPUs", hint="name one, e.g. cuda:sm_90a")
+    known = [op for family in FAMILIES for op in family.ops]
+    for op in ops or ():
+        if op not in known:
+            raise UsageError(f"op {op!r} has no candidates", hint=f"those that have are {', '.join(known)}")
+    if path.is_dir() or (path.exists() and not force):
+        raise ArtifactError(f"{path} exists already", hint="choose another path with -o, or pass --force to replace it")
+
+
+# --- what is to be timed --------------------------------------------------------------------------
+
+
+def _config(path: Path) -> ModelConfig:
+    return DummyCheckpoint(path, 0).config if path.is_dir() else open_checkpoint(path).config
+
+
+def _requests(
+    config: ModelConfig, target: Target, rows: Sequence[int] | None, ops: Sequence[str] | None, flags: Mapping[str, Any]
+) -> Iterator[tuple[Family, Request]]:
+    """Every request that a build of the model would make, each once or more.
+
+    All read their number of rows from the same step scalar: which one changes the binary and not its speed.
+    """
+    envelope = resolve(
+        model=config.name,
+        max_position_embeddings=config.max_position_embeddings,
+        flags={"targets": str(target), "dtype": "bfloat16", **flags},
+    )
+    program = run_passes(
+        build_program(config, dtype="bfloat16", max_model_len=envelope.max_model_len, page_size=envelope.page_size),
+        CPU_PASSES,
+    )
+    limits = StepLimits(envelope.max_prefill_tokens, envelope.max_num_seqs, envelope.max_logit_rows)
+    buckets = ladder(limits)
+    for op in program.ops:
+        family = next((f for f in FAMILIES if op.kind in f.ops and program.dtype in f.dtypes), None)
+        if family is None or (ops and op.kind not in ops):
+            continue
+        sizes = op_sizes(program, op, {})
+        most = (limits.max_prefill_tokens, limits.max_num_seqs, limits.max_logit_rows)[sizes["rows"]]
+        wanted = _rows_of(buckets, sizes["rows"]) if rows is None else sorted({m for m in rows if m <= most})
+        for m in wanted:
+            yield family, Request(op.kind, target, program.dtype, {**sizes, "rows": 0, "M": m})
+
+
+def _rows_of(buckets: Iterable[Bucket], scalar: int) -> list[int]:
+    """Sizes that step scalar ``scalar`` has in the buckets."""
+    return sorted({(b.num_tokens, b.num_seqs, b.num_logit_rows)[scalar] for b in buckets})
+
+
+@dataclass(frozen=True)
+class _Key:
+    """Requests of one key are cases of one shape."""
+
+    family: Family
+    op: str
+    dtype: str
+    sizes: tuple[tuple[str, int], ...]
+
+
+def _rows(request: Request) -> int:
+    return request.sizes["M"]
+
+
+def _group(family: Family, request: Request) -> _Key:
+    return _Key(family, request.op, request.dtype, tuple(family.key(request).items()))
+
+
+# --- where it lies, and its graphs ----------------------------------------------------------------
+
+
+class _Writer:
+    """Collects the members of a pack: graphs by content, and the binaries that they use."""
+
+    def __init__(self, compiled: Mapping[DeviceKernel, CompiledKernel]):
+        self.compiled = compiled
+        self.members: dict[str, bytes] = {}
+        self.used: dict[CompiledKernel, None] = {}
+        self._code: dict[str, DeviceCode] = {}
+
+    def has(self, stages: Iterable[Stage]) -> bool:
+        """Whether all kernels of ``stages`` compiled."""
+        return all(stage.kernel in self.compiled for stage in stages)
+
+    def node(self, name: str, stage: Stage, argument: Callable[[ArgumentRule], Argument]) -> Node:
+        """A launch of ``stage``, with the arguments that ``argument`` makes."""
+        args = (*map(argument, stage.arguments), *SCRATCH_PARAMETERS)
+        return Node(f"{name} {stage.name}".rstrip(), stage.symbol, args, (), self._launch(stage))
+
+    def _launch(self, stage: Stage) -> Launch:
+        assert stage.kernel is not None, stage.symbol
+        code = self.compiled[stage.kernel]
+        if code.name not in self._code:
+            self._code[code.name] = read_device_code(code.binary)
+            self.used[code] = None
+            self.members[f"kernels/{code.file_name}"] = code.binary
+        return Launch(code.name, stage.grid, (code.threads, 1, 1), code.shared_bytes, programmatic=stage.programmatic)
+
+    def add_graph(self, graph: LaunchGraph, shape: Shape, target: Target) -> str:
+        """The member that holds ``graph``, a call of ``shape``, which is verified first."""
+        verify_gpu_graph(graph, target, self._code)
+        verify_graph(chain(graph, shape.rotation, 3), shape.region_sizes, 0)
+        data = graph.encode()
+        name = f"graphs/{hashlib.sha256(data).hexdigest()[:24]}.tslg"
+        self.members[name] = data
+        return name
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A case before its kernels are compiled."""
+
+    request: Request
+    variants: tuple[Variant, ...]
+    before: Predecessor | None
+    workspace_bytes: int
+
+
+class _ShapePlan:
+    """One shape: its cases with their variants, and where operands lie.
+
+    Region weights holds what is only read: warm operands first, then the copies of the cold one. Region arena holds
+    what a predecessor writes, then the kernels' workspace. Region io holds the sizes of the step, then the result.
+    """
+
+    def __init__(self, key: _Key, requests: Sequence[Request]):
+        self._key, self._family = key, key.family
+        self._cases = [self._plan(request) for request in requests]
+        self._places: dict[str, int] = {}
+        end = 0
+        for name, nbytes in self._warm().items():
+            self._places[name], end = end, end + align(nbytes, _ALIGNMENT)
+        self._rotation = self._rotate(end)
+        written = [self._operands(c)[c.before.operand] for c in self._cases if c.before is not None]
+        self._workspace = align(max(written, default=0), _ALIGNMENT)
+        self._result, self._row_bytes = self._family.result(requests[0])
+
+    def _plan(self, request: Request) -> _Planned:
+        spec, _ = triton_registry().select(request)
+        family = self._family
+        return _Planned(
+            request, tuple(family.variants(request)), family.predecessor(request), spec.workspace_bytes(request.sizes)
+        )
+
+    def _operands(self, case: _Planned) -> dict[str, int]:
+        return {name: operand.nbytes for name, operand in self._family.operands(case.request).items()}
+
+    def _warm(self) -> dict[str, int]:
+        """The most bytes that each warm operand has in any case, those of predecessors under names of their own."""
+        most: dict[str, int] = {}
+        for case in self._cases:
+            sizes = {n: o.nbytes for n, o in self._family.operands(case.request).items() if not o.cold}
+            if case.before is not None:
+                sizes |= {f"{_BEFORE} {name}": nbytes for name, nbytes in case.before.operands.items()}
+            for name, nbytes in sizes.items():
+                most[name] = max(most.get(name, 0), nbytes)
+        return most
+
+    def _rotate(self, start: int) -> Rotation:
+        (nbytes,) = {o.nbytes for c in self._cases for o in self._family.operands(c.request).values() if o.cold}
+        cold = _CACHE_SHARE * _PARTS[self._cases[0].request.target.arch].cache_bytes
+        if nbytes >= cold:  # each call pushes out what it read itself: a second copy only makes results differ
+            return Rotation(start, nbytes, _ALIGNMENT, 2)
+        return Rotation(start, nbytes, align(nbytes, _ALIGNMENT), max(2, math.ceil(cold / nbytes)))
+
+    def kernels(self) -> Iterator[DeviceKernel]:
+        for case in self._cases:
+            stages = [*_stages(case.before), *(stage for v in case.variants for stage in v.stages)]
+            yield from (stage.kernel for stage in stages if stage.kernel is not None)
+
+    def write(self, writer: _Writer) -> Shape | None:
+        """The shape with its graphs in ``writer``; None if nothing of it compiled."""
+        most = max(case.request.sizes["M"] for case in self._cases)
+        rotation, workspace = self._rotation, max(case.workspace_bytes for case in self._cases)
+        shape = Shape(
+            family=self._family.name, op=self._key.op, key=dict(self._key.sizes), dtype=self._key.dtype,
+            weights_bytes=rotation.offset + (rotation.copies - 1) * rotation.stride + rotation.nbytes,
+            arena_bytes=max(self._workspace + workspace, _ALIGNMENT), io_bytes=_ALIGNMENT + most * self._row_bytes,
+            result_offset=_ALIGNMENT, result_row_bytes=self._row_bytes, rotation=rotation, cases=(),
+        )  # fmt: skip
+        written = (self._write_case(shape, case, writer) for case in self._cases)
+        cases = tuple(case for case in written if case.candidates)
+        return replace(shape, cases=cases) if cases else None
+
+    def _write_case(self, shape: Shape, case: _Planned, writer: _Writer) -> Case:
+        target, first = case.request.target, _stages(case.before)
+        if not writer.has(first):
+            case, first = replace(case, before=None), ()
+        head = [writer.node(_BEFORE, stage, self._before_argument(case)) for stage in first]
+        candidates = []
+        for variant in case.variants:
+            if writer.has(variant.stages):
+                nodes = [writer.node(self._key.op, stage, self._argument(case)) for stage in variant.stages]
+                graph = writer.add_graph(_sequence([*head, *nodes]), shape, target)
+                candidates.append(Candidate(variant.config, graph))
+        work, copies = self._family.work(case.request), shape.rotation.copies
+        bound, _ = _PARTS[target.arch].peak.bound(work.nbytes, work.flops)
+        return Case(
+            rows=case.request.sizes["M"],
+            repeats=copies * max(1, round(_REPLAY_SECONDS / max(bound, 1e-6) / copies)),
+            nbytes=work.nbytes,
+            flops=work.flops,
+            before=writer.add_graph(_sequence(head), shape, target) if head and candidates else "",
+            candidates=tuple(candidates),
+        )
+
+    def _argument(self, case: _Planned) -> Callable[[ArgumentRule], Argument]:
+        """Makes the arguments of the candidates."""
+        operands, before = self._operands(case), case.before
+
+        def argument(rule: ArgumentRule) -> Argument:
+            if rule.kind is ArgumentKind.WRITE and rule.name == self._result:
+                return Pointer(Region.IO, _ALIGNMENT, case.request.sizes["M"] * self._row_bytes, Access.WRITE)
+            if rule.kind is ArgumentKind.WORKSPACE:
+                return Pointer(Region.ARENA, self._workspace, case.workspace_bytes, Access.READ | Access.WRITE)
+            if rule.kind is ArgumentKind.READ and before is not None and rule.name == before.operand:
+                return Pointer(Region.ARENA, 0, operands[rule.name], Access.READ)
+            if rule.kind is ArgumentKind.READ:
+                place = self._places.get(rule.name, self._rotation.offset)
+                return Pointer(Region.WEIGHTS, place, operands[rule.name], Access.READ)
+            return _step_sizes(rule)
+
+        return argument
+
+    def _before_argument(self, case: _Planned) -> Callable[[ArgumentRule], Argument]:
+        """Makes the arguments of what comes before a call."""
+
+        def argument(rule: ArgumentRule) -> Argument:
+            assert case.before is not None
+            if rule.kind is ArgumentKind.WRITE:
+                return Pointer(Region.ARENA, 0, self._operands(case)[case.before.operand], Access.WRITE)
+            if rule.kind is ArgumentKind.READ:
+                place = self._places[f"{_BEFORE} {rule.name}"]
+                return Pointer(Region.WEIGHTS, place, case.before.operands[rule.name], Access.READ)
+            if rule.kind is ArgumentKind.FLOAT:
+                return Float(_float32(case.before.attributes[rule.name]), 4)
+            return _step_sizes(rule)
+
+        return argument
+
+
+def _step_sizes(rule: ArgumentRule) -> Pointer:
+    assert rule.kind is ArgumentKind.SIZES, f"no pack can hold the argument {rule}"
+    return Pointer(Region.IO, 0, STEP_SIZES_BYTES, Access.READ)
+
+
+def _float32(value: float) -> float:
+    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
+    return rounded
+
+
+def _stages(before: Predecessor | None) -> tuple[Stage, ...]:
+    if before is None:
+        return ()
+    spec, _ = triton_registry().select(before.request)
+    return spec.stages(before.request)
+
+
+def _sequence(nodes: Sequence[Node]) -> LaunchGraph:
+    """Each node after the one before it."""
+    return LaunchGraph(tuple(replace(node, predecessors=(i - 1,) if i else ()) for i, node in enumerate(nodes)))
