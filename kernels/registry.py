@@ -18,6 +18,7 @@ from enum import IntEnum, StrEnum
 from typing import Any, Protocol, TypeAlias
 
 from tokenspeed.errors import SelectionError
+from tokenspeed.kernels.library import LibraryKernel
 from tokenspeed.target import Target
 
 Constant: TypeAlias = int | float | bool | str
@@ -93,7 +94,10 @@ class ArgumentKind(StrEnum):
     WRITE = "write"
     """Pointer to the result of this name."""
     WORKSPACE = "workspace"
-    """Pointer to the kernel's workspace in the arena."""
+    """Pointer to the kernel's workspace in the arena; of a library's kernel to its part of this name."""
+    SHARED = "shared"
+    """Pointer to the part of this name of the workspace that all ops of one kind share: written by a stage that runs
+    once, read by the others."""
     ROWS = "rows"
     """Step scalar: the first dimension of the operand of this name."""
     STEP = "step"
@@ -107,7 +111,8 @@ class ArgumentKind(StrEnum):
 
 
 _LETTERS: Mapping[ArgumentKind, str] = {
-    ArgumentKind.READ: "p", ArgumentKind.WRITE: "p", ArgumentKind.WORKSPACE: "p", ArgumentKind.SIZES: "p",
+    ArgumentKind.READ: "p", ArgumentKind.WRITE: "p", ArgumentKind.WORKSPACE: "p", ArgumentKind.SHARED: "p",
+    ArgumentKind.SIZES: "p",
     ArgumentKind.ROWS: "i", ArgumentKind.STEP: "i", ArgumentKind.INT: "i", ArgumentKind.FLOAT: "f",
 }  # fmt: skip
 
@@ -159,7 +164,8 @@ class DeviceKernel:
 class Stage:
     """One launch of a kernel call. ``name`` tells the stages of one call apart; ``kernel`` is None for a function
     of the native library; ``grid`` counts blocks; a ``programmatic`` kernel may start before its predecessors have
-    finished, and waits for them itself."""
+    finished, and waits for them itself. A ``library`` makes its launches itself: ``kernel`` and ``grid`` say nothing of
+    them. A stage that runs ``once`` is left out where an earlier call of the step had it with equal arguments."""
 
     symbol: str
     arguments: tuple[ArgumentRule, ...]
@@ -167,6 +173,8 @@ class Stage:
     kernel: DeviceKernel | None = None
     grid: tuple[int, int, int] = (1, 1, 1)
     programmatic: bool = False
+    library: LibraryKernel | None = None
+    once: bool = False
 
 
 def device_stage(
@@ -224,8 +232,10 @@ class KernelSpec:
         constraints: conditions on the sizes of the call.
         weight_layout: how it reads the weights among its operands (tokenspeed/compile/weights.py), or None.
         workspace: arena bytes for its own use, or None for none.
+        shared_workspace: arena bytes that all ops of its kind share through a step, or None for none.
         bitwise_class: kernels of one class give equal bits for equal rows; each is alone in its own by default.
         launches: for a GPU, the launches that serve a request; None for one call of ``symbol`` with ``arguments``.
+        unavailable: why this build cannot make it, whatever is asked; empty if it can.
     """
 
     op: str
@@ -242,6 +252,8 @@ class KernelSpec:
     workspace: Workspace | None = None
     bitwise_class: str = ""
     launches: Callable[[Request], tuple[Stage, ...]] | None = None
+    shared_workspace: Workspace | None = None
+    unavailable: str = ""
 
     def __post_init__(self) -> None:
         assert self.solution in SOLUTIONS, self.solution
@@ -255,6 +267,9 @@ class KernelSpec:
 
     def workspace_bytes(self, sizes: Mapping[str, int]) -> int:
         return 0 if self.workspace is None else self.workspace(sizes)
+
+    def shared_workspace_bytes(self, sizes: Mapping[str, int]) -> int:
+        return 0 if self.shared_workspace is None else self.shared_workspace(sizes)
 
     def stages(self, request: Request) -> tuple[Stage, ...]:
         """What runs, in order, to serve ``request``, which this kernel accepts."""
@@ -339,6 +354,8 @@ def _refusals(spec: KernelSpec, request: Request) -> tuple[str, ...]:
         reasons.append(f"target: need {request.target}, runs on {', '.join(spec.targets)}")
     if request.dtype not in spec.dtypes:
         reasons.append(f"dtype: need {request.dtype}, serves {', '.join(spec.dtypes)}")
+    if spec.unavailable:
+        reasons.append(f"build: {spec.unavailable}")
     missing = sorted(request.features - spec.features)
     if missing:
         reasons.append(f"features: need {', '.join(missing)}, not declared")

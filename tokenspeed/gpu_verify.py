@@ -87,13 +87,12 @@ def _check_block(where: str, launch: Launch, info: KernelInfo, target: Target) -
     limit = min(info.max_threads, target.gpu.max_threads)
     if any(not 0 < n <= most for n, most in zip(launch.block, _MAX_BLOCK, strict=True)) or threads > limit:
         raise ProgramError(f"{where}: need a block of at most {limit} threads, have {launch.block}")
-    if threads % info.warp_size:
-        raise ProgramError(f"{where}: need whole warps of {info.warp_size} threads, have {threads}")
     if info.block is not None and launch.block != info.block:
         raise ProgramError(
             f"{where}: need the block {info.block} that the kernel was compiled for, have {launch.block}"
         )
-    registers = threads * ((info.num_registers + 7) // 8 * 8)  # the hardware gives a warp multiples of 256
+    warps = -(-threads // info.warp_size)
+    registers = warps * info.warp_size * ((info.num_registers + 7) // 8 * 8)  # a warp gets multiples of 256
     if target.backend == "cuda" and registers > _CUDA_REGISTERS:
         raise ProgramError(f"{where}: need {registers} registers a block, have {_CUDA_REGISTERS}")
 

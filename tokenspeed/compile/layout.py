@@ -32,6 +32,7 @@ class Layout:
     limits: StepLimits
     places: Mapping[str, tuple[Region, int]]
     workspaces: Mapping[str, int]
+    shared_workspaces: Mapping[str, int]
     weights_bytes: int
     arena: ArenaPlan
     kv_page_bytes: int
@@ -71,9 +72,20 @@ class Layout:
         """The workspace of ``op``, of which it uses ``nbytes``."""
         return Pointer(Region.ARENA, self.workspaces[op.name], nbytes, Access.READ | Access.WRITE)
 
+    def shared_workspace(self, kind: str, nbytes: int, access: Access) -> Pointer:
+        """The workspace that the ops of ``kind`` share, of which ``nbytes`` are used."""
+        return Pointer(Region.ARENA, self.shared_workspaces[kind], nbytes, access)
 
-def plan_layout(program: Program, limits: StepLimits, weights_bytes: int, workspaces: Mapping[str, int]) -> Layout:
-    """Lay out a Program for the largest step. ``workspaces`` gives the most bytes that an op needs for itself.
+
+def plan_layout(
+    program: Program,
+    limits: StepLimits,
+    weights_bytes: int,
+    workspaces: Mapping[str, int],
+    shared: Mapping[str, int] | None = None,
+) -> Layout:
+    """Lay out a Program for the largest step. ``workspaces`` gives the most bytes that an op needs for itself,
+    ``shared`` the most that the ops of a kind need together, from the first of them to the last.
 
     Raises ProgramError for a value that has no home: an unknown input, output or state.
     """
@@ -95,14 +107,15 @@ def plan_layout(program: Program, limits: StepLimits, weights_bytes: int, worksp
         if value.name not in places:
             raise ProgramError(f"value {value.name!r}: need a {value.role} of tokenspeed/step.py or a KV state")
     storage = _storage(program)
-    buffers = _buffers(program, storage, limits, workspaces)
+    buffers = [*_buffers(program, storage, limits, workspaces), *_shared_buffers(program, shared or {})]
     arena = plan_arena(buffers)
     for name, root in storage.items():
         places[name] = places[root] if root in places else (Region.ARENA, arena.offsets[root])
     own = {name: arena.offsets[_workspace_name(name)] for name in workspaces}
+    together = {kind: arena.offsets[_shared_name(kind)] for kind in shared or {}}
     return Layout(
-        program, limits, places, own, weights_bytes, arena, kv_bytes, io, io_bytes, state, state_bytes
-    )  # fmt: skip
+        program, limits, places, own, together, weights_bytes, arena, kv_bytes, io, io_bytes, state, state_bytes
+    )
 
 
 def pages_per_seq(program: Program) -> int:
@@ -198,5 +211,17 @@ def _buffers(
     return buffers
 
 
+def _shared_buffers(program: Program, shared: Mapping[str, int]) -> list[Buffer]:
+    buffers = []
+    for kind, nbytes in shared.items():
+        users = [index for index, op in enumerate(program.ops) if op.kind == kind]
+        buffers.append(Buffer(_shared_name(kind), nbytes, users[0], users[-1]))
+    return buffers
+
+
 def _workspace_name(op: str) -> str:
     return f"{op}.workspace"
+
+
+def _shared_name(kind: str) -> str:
+    return f"{kind}.shared"
