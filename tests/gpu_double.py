@@ -42,8 +42,8 @@ class GpuDouble:
     gate = threading.Event()
     made: list[GpuDouble]
 
-    def __init__(self, backend: str, ordinal: int, io_sets: int):
-        assert (backend, ordinal) == ("cuda", 0)
+    def __init__(self, backend: str, ordinal: int, io_sets: int, *, spin_seconds: float):
+        assert (backend, ordinal) == ("cuda", 0) and spin_seconds > 0
         self._cpu = _native.CpuDevice(1)
         self._opened_on = threading.get_native_id()
         self._num_sets = io_sets
@@ -52,6 +52,7 @@ class GpuDouble:
         self._results: dict[int, BaseException | None] = {}
         self._busy: dict[int, int] = {}  # io set -> ticket
         self._tickets = 0
+        self._sizes: dict[int, tuple[int, int, int]] = {}
         self._lost = False
         self.most_in_flight = 0
         self.binaries: dict[str, bytes] = {}
@@ -104,6 +105,7 @@ class GpuDouble:
             self._tickets += 1
             self._busy[io_set] = self._tickets
             self.most_in_flight = max(self.most_in_flight, len(self._busy))
+            self._sizes[self._tickets] = (num_tokens, num_seqs, num_logit_rows)
             self._queue.put((self._tickets, graph, (num_tokens, num_seqs, num_logit_rows), io_set))
             return self._tickets
 
@@ -127,6 +129,16 @@ class GpuDouble:
 
     def counters(self) -> dict[str, Any]:
         return {**self._cpu.counters(), "modules_loaded_after_seal": 0, "captures_after_seal": 0}
+
+    def time_steps(self, num_steps: int) -> None:
+        self._timed = 0
+
+    def step_times(self) -> list[tuple[int, int, int, float, float | None]]:
+        """A graph takes 10 ms, and 0.001 ms pass before the next."""
+        with self._done:
+            tickets = [t for t in sorted(self._results) if t > self._timed]
+            self._timed = max(tickets, default=self._timed)
+            return [(t, *self._sizes[t][:2], 0.01, None if t == 1 else 1e-6) for t in tickets]
 
     def spans(self) -> list[tuple[str, float, float, int]]:
         return [("driver", 1.0, 0.5, self._opened_on), ("context", 1.5, 0.25, self._opened_on)]
@@ -173,13 +185,28 @@ class GpuDouble:
                 host[offset : offset + nbytes] = device[offset : offset + nbytes]
 
 
+class ContextDouble:
+    """A stand-in for ``_native.GpuContext``, which knows of those that are open."""
+
+    opened: list[tuple[str, int]]
+
+    def __init__(self, backend: str, ordinal: int):
+        self._name = (backend, ordinal)
+        ContextDouble.opened.append(self._name)
+
+    def close(self) -> None:
+        ContextDouble.opened.remove(self._name)
+
+
 def install(gpus: Sequence[tuple[int, str, str, int, int]] = (H200,), reason: str = "no driver is installed") -> None:
     """Give this process GPUs. For tests, undone by ``monkeypatch`` in ``plug_in``; for scripts, for good."""
     GpuDouble.made, GpuDouble.fail, GpuDouble.lose, GpuDouble.graphs_fail = [], frozenset(), None, False
     GpuDouble.free = GpuDouble.total // 2
     GpuDouble.gate = threading.Event()
     GpuDouble.gate.set()
+    ContextDouble.opened = []
     _native.GpuDevice = GpuDouble  # type: ignore[misc,assignment]
+    _native.GpuContext = ContextDouble  # type: ignore[misc,assignment]
     _native.gpu_devices = (  # type: ignore[assignment]
         lambda backend: (list(gpus), "") if backend == "cuda" and gpus else ([], reason)
     )
@@ -188,6 +215,7 @@ def install(gpus: Sequence[tuple[int, str, str, int, int]] = (H200,), reason: st
 def plug_in(monkeypatch: Any, gpus: Sequence[tuple[int, str, str, int, int]] = (H200,), reason: str = "none") -> None:
     """``install``, until the test is over."""
     monkeypatch.setattr(_native, "GpuDevice", None)
+    monkeypatch.setattr(_native, "GpuContext", None)
     monkeypatch.setattr(_native, "gpu_devices", None)
     install(gpus, reason)
 

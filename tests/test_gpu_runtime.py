@@ -6,12 +6,13 @@ import json
 import queue
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
-from gpu_double import H200, LOST, GpuDouble, gpu_artifact, plug_in
+from gpu_double import H200, LOST, ContextDouble, GpuDouble, gpu_artifact, plug_in
 from server_harness import running
 from tiny_artifact import cli_environment
 
@@ -260,14 +261,56 @@ def test_a_gpu_is_preferred_and_a_target_chooses(artifact: Path, monkeypatch: py
 
 
 def test_drivers_start_early_where_there_is_a_device_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
-    monkeypatch.setattr(_native, "gpu_devices", asked.append)
     monkeypatch.setattr(drivers, "GPU_BACKENDS", {"cuda": "/dev/null", "hip": "/dev/none"})
-    for target, expected in ((None, ["cuda"]), ("cuda:sm_90a", ["cuda"]), ("cpu:x86-64-v3", []), ("hip:gfx950", [])):
-        asked.clear()
-        for thread in drivers.start_drivers(target):
+    for arguments, expected in (
+        (["serve", "a"], [("cuda", 0)]),
+        (["serve", "a", "--target", "cuda:sm_90a", "--device", "3"], [("cuda", 3)]),
+        (["run", "a", "--device=2", "--target=cuda:sm_90a"], [("cuda", 2)]),
+        (["serve", "a", "--device", "x"], [("cuda", 0)]),
+        (["serve", "a", "--target=cpu:x86-64-v3"], []),
+        (["bench", "a", "--target", "hip:gfx950"], []),
+    ):
+        for thread in drivers.start_for(arguments):
             thread.join(10)
-        assert asked == expected, target
+        assert ContextDouble.opened == expected, arguments
+        drivers.let_go()
+        assert not ContextDouble.opened
+
+
+def test_a_driver_that_starts_too_late_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers, "GPU_BACKENDS", {"cuda": "/dev/null"})
+    gate = threading.Event()
+
+    class Slow(ContextDouble):
+        def __init__(self, backend: str, ordinal: int):
+            gate.wait(10)
+            super().__init__(backend, ordinal)
+            made.append(self)
+
+    made: list[Slow] = []
+    monkeypatch.setattr(_native, "GpuContext", Slow)
+    (thread,) = drivers.start_drivers()
+    drivers.let_go()
+    gate.set()
+    thread.join(10)
+    assert len(made) == 1 and not ContextDouble.opened
+
+    def broken(backend: str, ordinal: int) -> None:
+        raise _native.DeviceError("no driver is installed")
+
+    monkeypatch.setattr(_native, "GpuContext", broken)
+    (thread,) = drivers.start_drivers()
+    thread.join(10)
+    drivers.let_go()
+
+
+def test_loading_lets_go_of_what_was_opened_early(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drivers, "GPU_BACKENDS", {"cuda": "/dev/null"})
+    (thread,) = drivers.start_drivers()
+    thread.join(10)
+    assert ContextDouble.opened == [("cuda", 0)]
+    loader.load(artifact, SMALL).executor.device.close()
+    assert not ContextDouble.opened
 
 
 def test_the_wrong_gpu(artifact: Path, tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from tokenspeed.cli import main
 from tokenspeed.compile.build import build
 from tokenspeed.errors import UsageError
 from tokenspeed.runtime.engine import Engine, load
-from tokenspeed.runtime.guard import AFTER_READY, HostTimes, after_ready, percentiles
+from tokenspeed.runtime.guard import AFTER_READY, HostTimes, StepParts, after_ready, percentiles
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.runtime.steps import MadeStep, Sampling, SequencePart
 from tokenspeed.runtime.sweep import MIXED_ROWS, SHAPES, VARIANTS, _Maker, sweep
@@ -180,7 +180,9 @@ def test_percentiles_and_host_times() -> None:
     assert percentiles([]) == {"p50": 0.0, "p99": 0.0, "max": 0.0}
     assert percentiles([float(i) for i in range(100, 0, -1)]) == {"p50": 51.0, "p99": 100.0, "max": 100.0}
     times = HostTimes()
-    times.add(4, 1.0, 2.0, 3.0)
-    times.add(8, 3.0, 2.0, 1.0)
+    times.add(4, StepParts(1.0, 0.5, 2.0, 3.0))
+    times.add(8, StepParts(3.0, 0.5, 2.0, 1.0))
     assert times.to_json()["plan"] == {"count": 2, "seconds": 4.0, "p50": 3.0, "p99": 3.0, "max": 3.0}
-    assert list(times.steps) == [(4, 6.0), (8, 6.0)] and times.to_json()["publish"]["count"] == 0
+    assert [(seqs, sum(parts)) for seqs, parts in times.steps] == [(4, 6.5), (8, 6.5)]
+    assert list(times.to_json()) == ["plan", "stage", "submit", "commit", "publish"]
+    assert times.to_json()["publish"]["count"] == 0

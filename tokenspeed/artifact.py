@@ -5,6 +5,7 @@ Layout (``artifacts/README.md`` explains every part):
     manifest.json                 what is inside, for which targets, with the digest of every other file
     DIGEST                        SHA-256 of manifest.json: the artifact's identity
     graphs/<target>/<bucket>.tslg LaunchGraphs
+    graphs/<target>/ceiling-*.tslg what measures a GPU
     kernels/<target>/             GPU code objects (.cubin, .hsaco) that the graphs launch
     weights/<layouts>.safetensors weights in the layouts that the chosen kernels read
     tokenizer/                    tokenizer.json and config.json
@@ -34,8 +35,8 @@ from tokenspeed.step import IO, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
 FORMAT_VERSION = 2
-"""History: 2 (2026-11-29) GPU targets: binaries; step_sizes in region io. 1 (2026-11-29) CPU targets: graphs, packed
-weights, tokenizer, selection, program."""
+"""History: 2 (2026-11-29) GPU targets: binaries, ceilings; step_sizes in region io. 1 (2026-11-29) CPU targets:
+graphs, packed weights, tokenizer, selection, program."""
 
 NATIVE_LIBRARY = "native"
 """Library of the CPU kernels' symbols; its ABI number is that of the C++ module."""
@@ -82,6 +83,17 @@ class BinaryEntry:
 
 
 @dataclass(frozen=True)
+class CeilingEntry:
+    """A LaunchGraph that measures a GPU: ``kind`` (read, matmul), its file, the ``work`` of each of its nodes (bytes
+    read, floating-point operations), and the tokens of the step in which it runs."""
+
+    kind: str
+    graph: str
+    work: int
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class StepCost:
     """What a step must do at least, for ceilings: bytes of weights read once a step, floating-point operations
     (a multiply-add is two) of the projections per token, and of the LM head per logit row."""
@@ -110,6 +122,12 @@ class TargetSection:
     binaries: tuple[BinaryEntry, ...]
     buckets: tuple[BucketEntry, ...]
     cost: StepCost
+    ceilings: tuple[CeilingEntry, ...] = ()
+
+    @property
+    def graphs(self) -> tuple[str, ...]:
+        """Files of all its LaunchGraphs."""
+        return (*(entry.graph for entry in self.buckets), *(entry.graph for entry in self.ceilings))
 
 
 @dataclass(frozen=True)
@@ -213,6 +231,7 @@ def _target_section(raw: dict[str, Any]) -> TargetSection:
             for e in raw["buckets"]
         ),
         cost=_record(StepCost, raw["cost"]),
+        ceilings=tuple(_record(CeilingEntry, e) for e in raw["ceilings"]),
     )
     for name in ("weights_bytes", "arena_bytes", "kv_page_bytes", "io_bytes", "state_bytes"):
         if not getattr(section, name):
@@ -344,7 +363,7 @@ class Artifact:
     def _used_by(self, target: str, *, others: bool) -> set[str]:
         """Graphs and kernels of a target, or of all other ones."""
         sections = [s for s in self.manifest.targets if (s.target != target) is others]
-        return {b.graph for s in sections for b in s.buckets} | {b.file for s in sections for b in s.binaries}
+        return {graph for s in sections for graph in s.graphs} | {b.file for s in sections for b in s.binaries}
 
 
 def _folder_locations(path: Path, prefix: str = "") -> Iterator[tuple[str, Location]]:

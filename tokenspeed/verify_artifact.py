@@ -23,16 +23,14 @@ def verify_graphs(artifact: Artifact) -> tuple[int, int]:
         sizes, target = region_sizes(section), Target.parse(section.target)
         code = _device_code(artifact, section)
         BucketTable(entry.bucket for entry in section.buckets)
-        for entry in section.buckets:
+        for name in section.graphs:
             try:
-                graph = LaunchGraph.decode(artifact.read(entry.graph))
+                graph = LaunchGraph.decode(artifact.read(name))
                 verify_graph(graph, sizes, section.kv_page_bytes)
                 if target.is_gpu:
                     verify_gpu_graph(graph, target, code)
             except ProgramError as e:
-                raise ArtifactError(
-                    f"{artifact.path}: {entry.graph}: {e.message}", hint="rebuild the artifact"
-                ) from None
+                raise ArtifactError(f"{artifact.path}: {name}: {e.message}", hint="rebuild the artifact") from None
             graphs += 1
             nodes += len(graph.nodes)
     return graphs, nodes

@@ -6,7 +6,7 @@ import argparse
 import re
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed.cli.options import (
@@ -20,6 +20,7 @@ from tokenspeed.cli.options import (
     print_json,
 )
 from tokenspeed.errors import UsageError
+from tokenspeed.target import Target
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.bench import Case
@@ -75,7 +76,8 @@ def _run(args: argparse.Namespace) -> int:
 
     _check(args)
     profiled = _profile_case(args.profile)
-    with load(args.artifact, options=load_options(args)) as engine:
+    options = replace(load_options(args), measure=not args.sweep)
+    with load(args.artifact, options=options) as engine:
         if profiled is not None:
             _report_profile(args, bench.profile(engine, profiled))
             return 0
@@ -90,22 +92,14 @@ def _run(args: argparse.Namespace) -> int:
             "target": engine.info.target,
             "device": engine.info.device,
             "threads": engine.info.threads,
-            "ceilings": {"read_bytes_per_second": ceilings.read_bandwidth, "matmul_flops": ceilings.matmul},
+            "ceilings": {
+                "read_bytes_per_second": ceilings.read_bandwidth,
+                "matmul_flops": ceilings.matmul,
+                "matmul_by": _matmul_by(engine),
+            },
             "load_seconds": engine.loaded.seconds,
             "peak_memory_bytes": bench.peak_memory_bytes(),
-            "figures": [
-                {
-                    "case": str(f.case),
-                    "tokens_per_second": f.tokens_per_second,
-                    "rounds": list(f.rounds),
-                    "share_of_read_bandwidth": f.share_of_read_bandwidth,
-                    "share_of_matmul": f.share_of_matmul,
-                    "step_seconds": f.step_seconds,
-                    "bare_step_seconds": f.bare_step_seconds,
-                    "host_seconds": f.host_seconds,
-                }
-                for f in figures
-            ],
+            "figures": [{**asdict(f), "case": str(f.case)} for f in figures],
             "counters": (stats := engine.stats()).device,
             "after_ready": stats.after_ready,
             "host": stats.host,
@@ -117,6 +111,12 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _matmul_by(engine: Engine) -> str:
+    if Target.parse(engine.info.target).is_gpu:
+        return "the artifact's own kernel of projections, at its largest product"
+    return "the machine's best matrix instruction, on registers"
+
+
 def _progress(text: str) -> None:
     print(text, file=sys.stderr)
 
@@ -125,15 +125,21 @@ def _print(data: dict[str, Any]) -> None:
     print(f"{data['model']} {data['dtype']} on {data['target']}, {data['device']}")
     ceilings = data["ceilings"]
     if ceilings["read_bytes_per_second"] is not None:
-        print(f"ceilings: read {ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s,"
-              f" matmul {ceilings['matmul_flops'] / 1e9:.0f} GFLOP/s")  # fmt: skip
+        print(f"ceiling of reading: {ceilings['read_bytes_per_second'] / 1e9:.1f} GB/s")
+    if ceilings["matmul_flops"] is not None:
+        print(f"ceiling of matmul: {ceilings['matmul_flops'] / 1e9:.0f} GFLOP/s ({ceilings['matmul_by']})")
     print(f"peak memory: {data['peak_memory_bytes'] / 1e6:.0f} MB")
-    print(f"\n{'case':<14}{'tokens/s':>10}{'of read':>10}{'of matmul':>11}{'ms/step':>10}{'bare ms':>10}{'host us':>9}")
+    print(f"\n{'case':<14}{'tokens/s':>10}{'of read':>10}{'of matmul':>11}{'ms/step':>10}{'bare ms':>10}"
+          f"{'host us':>9}{'idle us':>9}")  # fmt: skip
     for f in data["figures"]:
         shares = f"{_percent(f['share_of_read_bandwidth']):>10}{_percent(f['share_of_matmul']):>11}"
         steps = f"{_scaled(f['step_seconds'], 1e3, 3):>10}{_scaled(f['bare_step_seconds'], 1e3, 3):>10}"
-        host = f"{_scaled(f['host_seconds'], 1e6, 0):>9}"
+        host = f"{_scaled(f['host_seconds'], 1e6, 0):>9}{_scaled(f['idle_seconds'], 1e6, 1):>9}"
         print(f"{f['case']:<14}{f['tokens_per_second']:>10.0f}{shares}{steps}{host}".rstrip())
+    for f in data["figures"]:
+        if f["host_parts"]:
+            parts = ", ".join(f"{name} {seconds * 1e6:.0f}" for name, seconds in f["host_parts"].items())
+            print(f"host us of {f['case']}: {parts}")
 
 
 def _percent(share: float | None) -> str:

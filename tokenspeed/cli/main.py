@@ -16,6 +16,8 @@ from tokenspeed import __version__
 from tokenspeed.errors import ResourceError, TokenSpeedError
 
 COMMANDS = ("build", "run", "serve", "inspect", "explain", "verify", "bench", "doctor", "export", "tune")
+LOADING = ("run", "serve", "bench")
+"""Those that load an artifact: a GPU's driver starts before their command line is parsed."""
 
 _EPILOG = """\
 the usual walk:
@@ -66,6 +68,11 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     _tolerate_narrow_terminals()
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] and argv[0] in LOADING:
+        from tokenspeed.runtime.drivers import start_for
+
+        start_for(argv)
     args = parse(argv)
     try:
         code = int(args.run(args) or 0)

@@ -59,10 +59,9 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from tokenspeed.runtime import drivers, trace
+    from tokenspeed.runtime import trace
 
     with trace.writing(args.trace):
-        drivers.start_drivers(args.target)
         return _run(args)
 
 

@@ -53,11 +53,10 @@ several times a step, and the loader's many times; Python's own 5 ms are longer 
 
 def run(args: argparse.Namespace) -> int:
     """Serve until a signal; the artifact loads on a thread while this one imports the web stack."""
-    from tokenspeed.runtime import drivers, trace
+    from tokenspeed.runtime import trace
 
     sys.setswitchinterval(SWITCH_INTERVAL)
     with trace.writing(args.trace):
-        drivers.start_drivers(args.target)
         return _serve(args)
 
 

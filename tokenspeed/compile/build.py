@@ -19,6 +19,7 @@ from tokenspeed.artifact import (
     NATIVE_LIBRARY,
     BinaryEntry,
     BucketEntry,
+    CeilingEntry,
     Manifest,
     ModelSection,
     StepCost,
@@ -294,6 +295,12 @@ def _write_target(
         path = graphs / f"{bucket.name}.tslg"
         path.write_bytes(graph.encode())
         entries.append(BucketEntry(bucket, path.relative_to(folder).as_posix()))
+    ceilings = []
+    for ceiling, graph in target.ceilings:
+        path = graphs / f"ceiling-{ceiling.kind}.tslg"
+        path.write_bytes(graph.encode())
+        name = path.relative_to(folder).as_posix()
+        ceilings.append(CeilingEntry(ceiling.kind, name, ceiling.work, ceiling.num_tokens))
     return TargetSection(
         target=str(target.target),
         kernel_library=DEVICE_LIBRARY if target.target.is_gpu else NATIVE_LIBRARY,
@@ -310,6 +317,7 @@ def _write_target(
         binaries=_write_binaries(folder, target, compiled),
         buckets=tuple(entries),
         cost=cost,
+        ceilings=tuple(ceilings),
     )
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from tokenspeed.bucket import Bucket, StepLimits
 from tokenspeed.compile.buckets import ladder, prove_coverage
+from tokenspeed.compile.ceilings import REPEATS, Ceiling, plan_ceilings
 from tokenspeed.compile.layout import Layout, kv_page_bytes, pages_per_seq, plan_layout
 from tokenspeed.compile.ops import Dim
 from tokenspeed.compile.program import Program, Role
@@ -36,11 +37,13 @@ class Binary:
 class LoweredTarget:
     """All that an artifact holds for one target, but for the bytes of the weights and of the kernels.
 
-    Sizes in bytes. ``kernels`` are the GPU kernels that the graphs launch, by the names of their binaries.
+    Sizes in bytes. ``kernels`` are the GPU kernels that the graphs launch, by the names of their binaries;
+    ``ceilings`` are measured and have graphs beside those of the buckets.
     """
 
     target: Target
     graphs: Mapping[Bucket, LaunchGraph]
+    ceilings: tuple[tuple[Ceiling, LaunchGraph], ...]
     kernels: Mapping[str, DeviceKernel]
     weights: WeightPlan
     arena_bytes: int
@@ -61,11 +64,13 @@ class TargetPlan:
     selection: Selection
     weights: WeightPlan
     layout: Layout
+    ceilings: tuple[Ceiling, ...] = ()
 
     @property
     def kernels(self) -> tuple[DeviceKernel, ...]:
-        """The GPU kernels of all buckets, each once, in the order of their first use."""
-        stages = (stage for plan in self.selection.plans for call in plan.calls for stage in call.stages)
+        """The GPU kernels of all buckets and ceilings, each once, in the order of their first use."""
+        stages = [stage for plan in self.selection.plans for call in plan.calls for stage in call.stages]
+        stages += [ceiling.stage for ceiling in self.ceilings]
         return tuple(dict.fromkeys(stage.kernel for stage in stages if stage.kernel is not None))
 
 
@@ -104,7 +109,7 @@ def plan_target(
     selection = select(program, target, rungs, registry, deployment, features=features, pinned=pinned)
     weights = plan_weights(program, _needed_weights(program, selection.plans))
     layout = plan_layout(program, limits, weights.nbytes, _workspaces(selection.plans))
-    return TargetPlan(program, selection, weights, layout)
+    return TargetPlan(program, selection, weights, layout, plan_ceilings(target, program.dtype, layout, registry))
 
 
 def lower_target(plan: TargetPlan, binaries: Mapping[DeviceKernel, Binary] | None = None) -> LoweredTarget:
@@ -115,14 +120,17 @@ def lower_target(plan: TargetPlan, binaries: Mapping[DeviceKernel, Binary] | Non
     binaries, layout = binaries or {}, plan.layout
     target = plan.selection.target
     graphs = {p.bucket: lower_plan(plan.program, p, layout, plan.weights, binaries) for p in plan.selection.plans}
-    for bucket, graph in graphs.items():
+    ceilings = tuple((ceiling, lower_ceiling(ceiling, binaries)) for ceiling in plan.ceilings)
+    named = [(bucket.name, graph) for bucket, graph in graphs.items()]
+    for name, graph in (*named, *((ceiling.kind, graph) for ceiling, graph in ceilings)):
         try:
             verify_graph(graph, layout.region_sizes, layout.kv_page_bytes)
         except ProgramError as error:
-            raise ProgramError(f"{target} {bucket.name}: {error.message}", hint=error.hint) from error
+            raise ProgramError(f"{target} {name}: {error.message}", hint=error.hint) from error
     return LoweredTarget(
         target=target,
         graphs=graphs,
+        ceilings=ceilings,
         kernels={binaries[kernel].name: kernel for kernel in plan.kernels},
         weights=plan.weights,
         arena_bytes=layout.arena.nbytes,
@@ -195,6 +203,17 @@ def lower_plan(
             nodes.append(Node(name, stage.symbol, args, (), _launch(stage, binaries)))
     edges = dependencies([node.args for node in nodes])
     return LaunchGraph(tuple(replace(node, predecessors=before) for node, before in zip(nodes, edges, strict=True)))
+
+
+def lower_ceiling(ceiling: Ceiling, binaries: Mapping[DeviceKernel, Binary]) -> LaunchGraph:
+    """The launch of ``ceiling``, REPEATS times in a row."""
+    launch, args = _launch(ceiling.stage, binaries), (*ceiling.arguments, *SCRATCH_PARAMETERS)
+    return LaunchGraph(
+        tuple(
+            Node(f"{ceiling.kind}/{i}", ceiling.stage.symbol, args, (i - 1,) if i else (), launch)
+            for i in range(REPEATS)
+        )
+    )
 
 
 def _launch(stage: Stage, binaries: Mapping[DeviceKernel, Binary]) -> Launch | None:

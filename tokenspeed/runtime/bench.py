@@ -13,12 +13,13 @@ import statistics
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from tokenspeed import _native
 from tokenspeed.errors import UsageError
 from tokenspeed.runtime.engine import Engine
+from tokenspeed.runtime.guard import StepParts
 from tokenspeed.runtime.request import EngineEvent, SamplingParams
 from tokenspeed.runtime.steps import MadeStep, Sampling, SequencePart
 from tokenspeed.target import Target
@@ -27,6 +28,7 @@ DECODE_PROMPT_TOKENS = 64
 DECODE_NEW_TOKENS = 64
 BARE_STEPS = DECODE_NEW_TOKENS
 CEILING_BYTES = 256 << 20
+CEILING_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -47,8 +49,9 @@ GPU_CASES = (*CPU_CASES[:3], Case("decode", 64), Case("decode", 128), Case("deco
 
 @dataclass(frozen=True)
 class Ceilings:
-    """Of this machine with the engine's threads: bytes/s read, and FLOP/s of its best matrix instruction. None where
-    nothing measures it: a GPU runs what its artifact brings, and artifacts bring no kernels for this."""
+    """What the device can do at most: bytes/s read, and FLOP/s. On a CPU of its best matrix instruction, with the
+    engine's threads; on a GPU of the artifact's own kernel for large products. None where nothing measures it: a GPU
+    runs what its artifact brings, and small models bring no kernels for this."""
 
     read_bandwidth: float | None
     matmul: float | None
@@ -57,9 +60,16 @@ class Ceilings:
 @dataclass(frozen=True)
 class Figure:
     """One case: tokens/s (median, and all rounds), and the shares of the ceilings that it reaches (None without a
-    ceiling). Of decodes alone: ``step_seconds`` is the time of a step; ``bare_step_seconds`` that of a step when the
-    host only starts prepared ones, so that the difference is what the device waits for the host; ``host_seconds`` the
-    median of what the host spends to plan, submit and commit a step that all sequences of the case are in."""
+    ceiling): of the read bandwidth with weights, and in decodes the KV of all positions so far. Medians over all steps
+    with every sequence of the case, of decodes alone:
+
+    - ``step_seconds``: the time of a step;
+    - ``bare_step_seconds``: that of a step when the host only starts prepared ones, so that the difference is what the
+      device waits for the host;
+    - ``host_seconds``: what the host spends to plan, stage, submit and commit one, and ``host_parts``, each of these;
+    - ``graph_seconds``, ``idle_seconds``: by a GPU's own clock, the step's graph, and the time from the end of the
+      graph before it to its start: copies of outputs and inputs, and waiting.
+    """
 
     case: Case
     tokens_per_second: float
@@ -69,6 +79,9 @@ class Figure:
     step_seconds: float | None
     bare_step_seconds: float | None
     host_seconds: float | None
+    host_parts: dict[str, float] | None
+    graph_seconds: float | None
+    idle_seconds: float | None
 
 
 def default_cases(engine: Engine) -> tuple[Case, ...]:
@@ -79,11 +92,21 @@ def default_cases(engine: Engine) -> tuple[Case, ...]:
 def measure_ceilings(engine: Engine) -> Ceilings:
     """Measured now; on a CPU with as many threads as the engine uses."""
     if Target.parse(engine.info.target).is_gpu:
-        return Ceilings(None, None)
+        return Ceilings(_gpu_rate(engine, "read"), _gpu_rate(engine, "matmul"))
     threads = engine.info.threads
     return Ceilings(
         _native.measure_read_bandwidth(threads, CEILING_BYTES), _native.measure_matmul(engine.info.dtype, threads)
     )
+
+
+def _gpu_rate(engine: Engine, kind: str) -> float | None:
+    """Work per second of a ceiling's graph: the median of its launches but the first, which waits for the host."""
+    ceiling = engine.loaded.ceilings.get(kind)
+    if ceiling is None:
+        return None
+    executor = engine.loaded.executor
+    times = [executor.time_graph(ceiling.graph, ceiling.num_tokens)[1:] for _ in range(CEILING_RUNS)]
+    return ceiling.work / statistics.median(seconds for run in times for seconds in run)
 
 
 def measure(
@@ -94,6 +117,7 @@ def measure(
 ) -> tuple[list[Figure], Ceilings]:
     """Run ``cases`` for ``rounds`` rounds. Returns a figure per case and the median ceilings.
 
+    On a GPU the engine must have been loaded to be measured (``LoadOptions.measure``).
     Ceilings are measured right before every case, and each run counts against its own: a shared machine's memory may
     be twice as fast a minute later. Cases beyond the envelope (more sequences or tokens than it promises) are left out.
     """
@@ -104,11 +128,15 @@ def measure(
             progress(f"round {number + 1} of {rounds}: {case}")
             ceilings = measure_ceilings(engine)
             engine.host_times.steps.clear()
+            _device_times(engine, case)
             speed = run_case(engine, case, seed=number)
-            host = [seconds for seqs, seconds in list(engine.host_times.steps) if seqs == case.size]
-            decode = case.kind == "decode"
-            bare = bare_step_seconds(engine, case.size) if decode else None
-            runs[case].append(_Run(speed, ceilings, host if decode else [], bare))
+            if case.kind == "decode":
+                host = [parts for seqs, parts in list(engine.host_times.steps) if seqs == case.size]
+                device = _device_times(engine, case)
+                bare = bare_step_seconds(engine, case.size)
+                runs[case].append(_Run(speed, ceilings, host, device, bare))
+            else:
+                runs[case].append(_Run(speed, ceilings))
     every = [run.ceilings for case in fitting for run in runs[case]]
     typical = Ceilings(_median([c.read_bandwidth for c in every]), _median([c.matmul for c in every]))
     return [_figure(engine, case, runs[case]) for case in fitting], typical
@@ -160,6 +188,15 @@ def bare_step_seconds(engine: Engine, sequences: int) -> float:
     return seconds
 
 
+def _device_times(engine: Engine, case: Case) -> list[tuple[float, float | None]]:
+    """(seconds of its graph, idle seconds before it) of each decode step of all sequences since the last call: by a
+    GPU, which times its steps when it was loaded to be measured."""
+    if not Target.parse(engine.info.target).is_gpu:
+        return []
+    times = engine.loaded.executor.device.step_times()
+    return [(seconds, idle) for _, tokens, seqs, seconds, idle in times if tokens == seqs == case.size]
+
+
 def peak_memory_bytes() -> int:
     """Peak resident memory of this process."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
@@ -176,11 +213,12 @@ def _fits(engine: Engine, case: Case) -> bool:
 class _Run:
     tokens_per_second: float
     ceilings: Ceilings
-    host_seconds: list[float]
-    bare_step_seconds: float | None
+    host: Sequence[StepParts] = ()
+    device: Sequence[tuple[float, float | None]] = ()
+    bare_step_seconds: float | None = None
 
 
-def _median(values: Sequence[float | None]) -> float | None:
+def _median(values: Iterable[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return statistics.median(known) if known else None
 
@@ -189,7 +227,7 @@ def _figure(engine: Engine, case: Case, runs: list[_Run]) -> Figure:
     cost = engine.loaded.section.cost
     decode = case.kind == "decode"
     flops_per_token = cost.flops_per_token + cost.flops_per_logit_row / (1 if decode else case.size)
-    bytes_per_token = cost.weight_bytes / case.size
+    bytes_per_token = cost.weight_bytes / case.size + (_kv_bytes(engine) if decode else 0)
     speed = statistics.median(run.tokens_per_second for run in runs)
 
     def share(work_per_token: float, ceilings: list[float | None]) -> float | None:
@@ -207,9 +245,25 @@ def _figure(engine: Engine, case: Case, runs: list[_Run]) -> Figure:
         share(bytes_per_token, [run.ceilings.read_bandwidth for run in runs]),
         share(flops_per_token, [run.ceilings.matmul for run in runs]),
         case.size / speed if decode else None,
-        _median([run.bare_step_seconds for run in runs]),
-        _median([seconds for run in runs for seconds in run.host_seconds]),
+        _median(run.bare_step_seconds for run in runs),
+        _median(sum(parts) for run in runs for parts in run.host),
+        _host_parts([parts for run in runs for parts in run.host]),
+        _median(seconds for run in runs for seconds, _ in run.device),
+        _median(idle for run in runs for _, idle in run.device),
     )
+
+
+def _kv_bytes(engine: Engine) -> float:
+    """Bytes of keys and values that a decode of a case reads, halfway through it."""
+    page_size = engine.loaded.artifact.manifest.envelope.page_size
+    return (DECODE_PROMPT_TOKENS + DECODE_NEW_TOKENS / 2) * engine.loaded.section.kv_page_bytes / page_size
+
+
+def _host_parts(steps: Sequence[StepParts]) -> dict[str, float] | None:
+    if not steps:
+        return None
+    columns = zip(*steps, strict=True)
+    return {name: statistics.median(column) for name, column in zip(StepParts._fields, columns, strict=True)}
 
 
 def run_case(engine: Engine, case: Case, seed: int) -> float:

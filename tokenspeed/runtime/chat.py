@@ -6,6 +6,7 @@ objects, and it cannot change what it is given. Jinja is imported with the first
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 from collections.abc import Mapping, Sequence
@@ -45,6 +46,11 @@ class ChatTemplate:
             ArtifactError: the template is not valid Jinja.
         """
         self._compiled()
+
+    def prepare_quietly(self) -> None:
+        """``prepare``, but what is wrong with the template is told to the first request that needs it."""
+        with contextlib.suppress(RequestError, ArtifactError):
+            self._compiled()
 
     def render(
         self,

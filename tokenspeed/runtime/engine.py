@@ -21,7 +21,7 @@ from tokenspeed.errors import EngineClosedError, QueueFullError, UsageError
 from tokenspeed.runtime import trace
 from tokenspeed.runtime.engine_info import EngineStats, info_of
 from tokenspeed.runtime.executor import DeviceError, InFlight, StepOutputs
-from tokenspeed.runtime.guard import HostTimes, after_ready
+from tokenspeed.runtime.guard import HostTimes, StepParts, after_ready
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.loader import load as load_artifact
 from tokenspeed.runtime.request import EngineEvent, EventSink, FinishReason, SamplingParams, TokenLogprobs
@@ -62,12 +62,14 @@ class _Running:
     def finished(self, times: HostTimes, done: float, committed: float) -> None:
         """Note where the host's time went: of a step that was done at ``done`` and is ``committed`` now."""
         step = self.step
-        plan, submit, commit = self.planned - self.began, self.submitted - self.planned, committed - done
-        times.add(step.num_seqs, plan, submit, commit)
+        staged = self.started.staged if isinstance(self.started, InFlight) else self.planned
+        plan, stage, submit = self.planned - self.began, staged - self.planned, self.submitted - staged
+        times.add(step.num_seqs, StepParts(plan, stage, submit, committed - done))
         if (running := trace.current()) is not None:
             sizes = {"step": step.id, "tokens": step.num_tokens, "seqs": step.num_seqs}
             running.add("plan", self.began, self.planned, **sizes)
-            running.add("submit", self.planned, self.submitted, **sizes)
+            running.add("stage", self.planned, staged, **sizes)
+            running.add("submit", staged, self.submitted, **sizes)
             running.add("commit", done, committed, **sizes)
             running.add("step", self.submitted, done, track=trace.DEVICE_TRACK, **sizes)
 
@@ -123,7 +125,7 @@ class Engine:
         self._live: dict[int, _Live] = {}
         self._num_asking_logprobs = 0  # live requests that asked for log-probabilities
         self._in_flight: deque[_Running] = deque()
-        self._committed: deque[tuple[Sequence[tuple[int, int, str | None]], dict[int, TokenLogprobs]]] = deque()
+        self._committed: deque[tuple[_native.Drawn, dict[int, TokenLogprobs]]] = deque()
         self.host_times = HostTimes()
         self.failure: str | None = None
         self._watchers: list[Callable[[str], None]] = []
@@ -418,7 +420,7 @@ class Engine:
             self._publish(drawn, logprobs)
             self.host_times.publish.add(time.perf_counter() - began)
 
-    def _publish(self, drawn: Sequence[tuple[int, int, str | None]], logprobs: dict[int, TokenLogprobs]) -> None:
+    def _publish(self, drawn: _native.Drawn, logprobs: dict[int, TokenLogprobs]) -> None:
         live_requests = self._live
         for request_id, token, finish in drawn:
             live = live_requests.get(request_id)

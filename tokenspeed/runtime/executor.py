@@ -3,6 +3,8 @@ it on the device; it knows nothing of requests, and the scheduler knows nothing 
 
 from __future__ import annotations
 
+import struct
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,11 +37,12 @@ class Step(Protocol):
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that the device has been given."""
+    """A step that the device has been given; ``staged`` is when its inputs lay in its io set (perf_counter)."""
 
     ticket: Any
     io_set: int
     num_logit_rows: int
+    staged: float
 
 
 @dataclass(slots=True)
@@ -88,9 +91,10 @@ class Executor:
         """Start ``step`` behind those in flight. The step that used its io set before must have been waited for."""
         io_set = step.id % self.io_sets
         step.copy_to(self._sets[io_set], self._offsets)
+        staged = time.perf_counter()
         tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_logit_rows
         # The last argument: number of the io set on a GPU, its offset (always 0: there is one) on a CPU.
-        return InFlight(self.device.submit(self.graph_for(step), tokens, seqs, rows, io_set), io_set, rows)
+        return InFlight(self.device.submit(self.graph_for(step), tokens, seqs, rows, io_set), io_set, rows, staged)
 
     def profile(self, step: Step) -> list[tuple[str, float]]:
         """Run ``step`` once, timing each node: (name, seconds) in order. Nothing else may be in flight."""
@@ -99,6 +103,13 @@ class Executor:
         sizes = step.num_tokens, step.num_seqs, step.num_logit_rows
         rows = self.device.profile(self.graph_for(step), *sizes, io_set)
         return [(str(name), float(seconds)) for name, seconds in rows]
+
+    def time_graph(self, graph: int, num_tokens: int) -> list[float]:
+        """Seconds of each node of a graph that is no step's, run once, with the sizes of a step of ``num_tokens``
+        tokens. Nothing else may be in flight."""
+        sizes = struct.pack("4i", num_tokens, 1, 1, 0)
+        self._sets[0][self._offsets[0] : self._offsets[0] + len(sizes)] = sizes
+        return [float(seconds) for _, seconds in self.device.profile(graph, num_tokens, 1, 1, 0)]
 
     def wait(self, step: InFlight) -> StepOutputs:
         """Block until ``step`` is done. Raises _native.DeviceError if the device failed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 AFTER_READY = ("compilations", "module_loads", "captures", "instantiations", "allocations")
 """What a closed runtime never does after ready. Counters of these names stay 0."""
@@ -53,31 +53,33 @@ class PartTimes:
         return {"count": self.count, "seconds": self.seconds, **percentiles(list(self.latest))}
 
 
+class StepParts(NamedTuple):
+    """Seconds that one step cost the host, which a device could be kept waiting for: to ``plan`` it (the scheduler), to
+    ``stage`` its inputs where the device reads them, to ``submit`` it (the driver's calls), to ``commit`` it."""
+
+    plan: float
+    stage: float
+    submit: float
+    commit: float
+
+
 class HostTimes:
-    """What the host spends on steps: to ``plan`` one (the scheduler), to ``submit`` it (copy its inputs, launch) and to
-    ``commit`` it, which is what the device could be kept waiting for, and to ``publish`` its tokens, which is not."""
+    """What the host spends on steps: the parts of ``StepParts``, and to ``publish`` tokens, for which no device
+    waits."""
 
     def __init__(self) -> None:
-        self.plan = PartTimes()
-        self.submit = PartTimes()
-        self.commit = PartTimes()
+        self.parts = {name: PartTimes() for name in StepParts._fields}
         self.publish = PartTimes()
-        self.steps: deque[tuple[int, float]] = deque(maxlen=SAMPLES)
-        """(sequences, seconds of plan + submit + commit) of the latest steps."""
+        self.steps: deque[tuple[int, StepParts]] = deque(maxlen=SAMPLES)
+        """Sequences and parts of the latest steps."""
 
-    def add(self, num_seqs: int, plan: float, submit: float, commit: float) -> None:
-        self.plan.add(plan)
-        self.submit.add(submit)
-        self.commit.add(commit)
-        self.steps.append((num_seqs, plan + submit + commit))
+    def add(self, num_seqs: int, parts: StepParts) -> None:
+        for times, seconds in zip(self.parts.values(), parts, strict=True):
+            times.add(seconds)
+        self.steps.append((num_seqs, parts))
 
     def to_json(self) -> dict[str, dict[str, float]]:
-        return {
-            "plan": self.plan.to_json(),
-            "submit": self.submit.to_json(),
-            "commit": self.commit.to_json(),
-            "publish": self.publish.to_json(),
-        }
+        return {name: times.to_json() for name, times in {**self.parts, "publish": self.publish}.items()}
 
 
 def percentiles(samples: list[float]) -> dict[str, float]:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tokenspeed import _native
-from tokenspeed.artifact import DEVICE_ABI, DEVICE_LIBRARY, NATIVE_LIBRARY, Artifact, TargetSection
+from tokenspeed.artifact import DEVICE_ABI, DEVICE_LIBRARY, NATIVE_LIBRARY, Artifact, BinaryEntry, TargetSection
 from tokenspeed.errors import ArtifactError, ResourceError, UsageError
-from tokenspeed.runtime import trace
+from tokenspeed.runtime import drivers, trace
 from tokenspeed.runtime.executor import Executor
 from tokenspeed.runtime.places import Place, choose_place
 from tokenspeed.runtime.tokenizer import Tokenizer
@@ -33,6 +33,10 @@ LARGE_TOKENIZER_BYTES = 4 << 20
 100000. One that is larger than this waits until the weights stream, which needs no lock."""
 
 
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """How to load. ``target`` None takes the best that this machine runs, and ``device`` None its first GPU of that
@@ -40,7 +44,8 @@ class LoadOptions:
     ``verify`` is one of tokenspeed.artifact.VERIFY_LEVELS. On a CPU weights begin as pages of the artifact's file, and
     settle in memory of their own: ``settle`` waits for that, otherwise it goes on beside the first requests, which
     makes ready sooner and the first second slower. ``opened`` is set once the artifact is open: from then on loading
-    waits for the device more than for the interpreter, which others may use."""
+    waits for the device more than for the interpreter, which others may use. With ``measure`` a GPU's
+    ceilings are loaded too, and the GPU times its steps itself, which serving does without."""
 
     target: Target | None = None
     device: int | None = None
@@ -49,13 +54,24 @@ class LoadOptions:
     verify: str = "quick"
     pin: bool = False
     settle: bool = True
+    measure: bool = False
     opened: threading.Event = field(default_factory=threading.Event)
+
+
+@dataclass(frozen=True)
+class LoadedCeiling:
+    """A loaded graph that measures the device: see ``artifact.CeilingEntry``."""
+
+    graph: int
+    work: int
+    num_tokens: int
 
 
 @dataclass
 class Loaded:
     """A model in memory, ready to run steps. ``seconds`` says where the time went; parts pass at the same time, and
-    those that end with a wait for the interpreter's lock include it. ``place`` names the device for people."""
+    those that end with a wait for the interpreter's lock include it. ``place`` names the device for people;
+    ``ceilings`` are by kind."""
 
     artifact: Artifact
     section: TargetSection
@@ -65,6 +81,7 @@ class Loaded:
     threads: int
     place: str
     seconds: dict[str, float] = field(default_factory=dict)
+    ceilings: dict[str, LoadedCeiling] = field(default_factory=dict)
 
 
 def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Loaded:
@@ -88,8 +105,11 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
             preparation.weights_on_their_way.wait()
         with _timed(seconds, "tokenizer"):
             tokenizer = Tokenizer.from_artifact(artifact)
+        if preparing.running:  # the interpreter would only wait now: later the first chat would wait for this
+            tokenizer.chat.prepare_quietly()
     finally:
         preparing.join()
+        drivers.let_go()
         verifying.result()  # before any other error: what stumbled over a damaged file says less than its digest
     preparing.result()
     place, device = preparation.place, preparation.device
@@ -107,6 +127,7 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
         place.threads,
         place.describe(),
         seconds,
+        preparation.ceilings,
     )
 
 
@@ -118,6 +139,7 @@ class _Preparation:
         place: where.
         device: sealed.
         graphs: handles parallel to ``section.buckets``.
+        ceilings: by kind.
         num_pages: KV pages.
         target: the name of the section's target; None while that is not known.
         chosen: set once it is, or never will be.
@@ -128,6 +150,7 @@ class _Preparation:
     place: Place
     device: Any
     graphs: list[int]
+    ceilings: dict[str, LoadedCeiling]
     num_pages: int
 
     def __init__(self, artifact: Artifact, options: LoadOptions, seconds: dict[str, float]):
@@ -176,12 +199,14 @@ class _Preparation:
             self.weights_on_their_way.set()
             self._allocate()
             with _timed(self._seconds, "modules"):
-                self._load_binaries()
+                _each(self.place.load_threads, self._load_binary, self.section.binaries)
             with _timed(self._seconds, "graphs"):
-                self.graphs = [self._load_graph(bucket.graph) for bucket in self.section.buckets]
+                self._load_graphs()
         finally:
             weights.join()
         weights.result()
+        if options.measure:
+            self.place.time_steps(self.device)
         self.device.seal()
         self._trace_driver()
 
@@ -222,18 +247,47 @@ class _Preparation:
             except _native.DeviceError as e:  # a limit that the place does not see, such as `ulimit -v`
                 raise ResourceError(f"cannot allocate memory: {e}", hint="lower --kv-gib") from None
 
-    def _load_binaries(self) -> None:
-        for binary in self.section.binaries:
-            try:
-                self.device.load_binary(binary.name, self._artifact.read(binary.file))
-            except _native.GraphError as e:
-                raise ArtifactError(f"{binary.file} cannot be loaded: {e}", hint="rebuild the artifact") from None
+    def _load_binary(self, binary: BinaryEntry) -> None:
+        try:
+            self.device.load_binary(binary.name, self._artifact.read(binary.file))
+        except _native.GraphError as e:
+            raise ArtifactError(f"{binary.file} cannot be loaded: {e}", hint="rebuild the artifact") from None
+
+    def _load_graphs(self) -> None:
+        names = [bucket.graph for bucket in self.section.buckets]
+        self.graphs = _each(self.place.load_threads, self._load_graph, names)
+        measured = self.section.ceilings if self._options.measure else ()
+        self.ceilings = {c.kind: LoadedCeiling(self._load_graph(c.graph), c.work, c.num_tokens) for c in measured}
 
     def _load_graph(self, name: str) -> int:
         try:
             return int(self.device.load_graph(self._artifact.read(name), self.section.kv_page_bytes))
         except _native.GraphError as e:
             raise ArtifactError(f"{name} cannot be loaded: {e}", hint="rebuild the artifact") from None
+
+
+def _each(threads: int, work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
+    """``work`` of every item, in order, on this thread and ``threads`` - 1 others. Raises the error of the first item
+    that has one, when all threads have ended."""
+    results: dict[int, _Result] = {}
+    errors: dict[int, BaseException] = {}
+    numbers = iter(range(len(items)))  # taking the next one is a single step of the interpreter
+
+    def run() -> None:
+        for number in numbers:
+            try:
+                results[number] = work(items[number])
+            except BaseException as e:  # carried to the caller
+                errors[number] = e
+                return
+
+    others = [_Background("tokenspeed-load", run) for _ in range(min(threads, len(items)) - 1)]
+    run()
+    for other in others:
+        other.result()
+    if errors:
+        raise errors[min(errors)]
+    return [results[number] for number in range(len(items))]
 
 
 @contextmanager

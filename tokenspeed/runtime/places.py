@@ -38,6 +38,8 @@ class Place(Protocol):
     @property
     def threads(self) -> int: ...
     @property
+    def load_threads(self) -> int: ...  # that load code objects and graphs
+    @property
     def kv_share(self) -> float: ...  # of what is free beside weights and buffers, that KV pages may take
     @property
     def memory(self) -> str: ...  # in errors: "memory", "memory of GPU 0"
@@ -47,6 +49,7 @@ class Place(Protocol):
     def available(self, device: Any) -> int: ...
     def allocate_io(self, device: Any, section: TargetSection) -> None: ...
     def settle(self, device: Any) -> None: ...  # moves weights to where they are read fastest, if they are not there
+    def time_steps(self, device: Any) -> None: ...  # has the device time them itself, where it can
     def describe(self) -> str: ...
 
 
@@ -182,6 +185,7 @@ class CpuPlace:
     """This machine's processors. ``threads`` None uses every core this process may use."""
 
     io_sets = 1
+    load_threads = 1
     kv_share = KV_SHARE_OF_HOST
     memory = "memory"
     free_hint = "free memory"
@@ -205,14 +209,27 @@ class CpuPlace:
     def settle(self, device: Any) -> None:
         device.settle()
 
+    def time_steps(self, device: Any) -> None:
+        pass  # a CPU's steps run from their submission on
+
     def describe(self) -> str:
         return f"{self.threads} threads"
+
+
+SPIN_SECONDS, SPIN_CORES = 0.02, 4
+"""Who waits for a GPU's step looks again and again for this long where the process has this many cores: the thread that
+then plans the next step finds its caches as it left them. One that slept takes three to five times as long."""
+SHORT_SPIN_SECONDS = 50e-6
+"""Elsewhere: about what a sleeping thread takes to wake."""
+TIMED_STEPS = 4096
+"""Steps whose times a GPU keeps until somebody asks."""
 
 
 class GpuPlace:
     """One GPU."""
 
     io_sets = STEPS_IN_FLIGHT
+    load_threads = 4
     threads = 0
     kv_share = 1.0
 
@@ -223,7 +240,8 @@ class GpuPlace:
 
     def open(self) -> Any:
         try:
-            return _native.GpuDevice(self.gpu.backend, self.gpu.ordinal, self.io_sets)
+            spin = SPIN_SECONDS if len(os.sched_getaffinity(0)) >= SPIN_CORES else SHORT_SPIN_SECONDS
+            return _native.GpuDevice(self.gpu.backend, self.gpu.ordinal, self.io_sets, spin_seconds=spin)
         except _native.DeviceError as e:
             raise ResourceError(
                 f"cannot open GPU {self.gpu.ordinal} ({self.gpu.name}): {e}", hint=self.free_hint
@@ -240,6 +258,9 @@ class GpuPlace:
 
     def settle(self, device: Any) -> None:
         pass  # weights on a GPU have nowhere better to be
+
+    def time_steps(self, device: Any) -> None:
+        device.time_steps(TIMED_STEPS)
 
     def describe(self) -> str:
         return self.gpu.name

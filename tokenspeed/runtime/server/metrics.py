@@ -159,7 +159,7 @@ class _EngineCollector(Collector):
     def _host_seconds(self, host: Mapping[str, Mapping[str, float]]) -> Metric:
         family = SummaryMetricFamily(
             "tokenspeed:step_host_seconds",
-            "Host time of steps by part: plan, submit and commit could keep the device waiting, publish does not.",
+            "Host time of steps by part: all but publish could keep the device waiting.",
             labels=["model_name", "part"],
         )
         for part, times in host.items():
