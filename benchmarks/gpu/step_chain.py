@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import triton
@@ -52,6 +53,31 @@ def small_kernel(residual, out, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.co
         at = start + tl.arange(0, BLOCK)
         value = tl.load(residual + row * H + at, mask=at < H, other=0.0) * scale
         tl.store(out + row * H + at, value.to(tl.bfloat16), mask=at < H)
+
+
+@triton.jit
+def early_small_kernel(residual, out, H: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """small_kernel that lets its successor start before it waits."""
+    gdc_launch_dependents()
+    small_kernel(residual, out, H, BLOCK, PDL)
+
+
+class Small:
+    """A kernel of ``hidden`` columns a row that stands between projections; ``constants`` end its arguments."""
+
+    def __init__(self, hidden: int, early: bool) -> None:
+        types = {"residual": "*fp32", "out": "*bf16"}
+        values = {"H": hidden, "BLOCK": SMALL_BLOCK, "PDL": True}
+        self._kernel = compile_source(early_small_kernel if early else small_kernel, types, values, 4, 2)
+        self.constants = (hidden, SMALL_BLOCK, True)
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+        return self._kernel[grid]
+
+
+@cache
+def small(hidden: int, early: bool) -> Small:
+    return Small(hidden, early)
 
 
 def _small(hidden: int) -> Any:
