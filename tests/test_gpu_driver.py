@@ -85,7 +85,9 @@ def test_it_loads_and_runs(artifact: Path, driver: DriverDouble) -> None:
         per_step = ["copy_to_device", "graph_launch", "copy_to_host", "event_record"]
         seen = [name for i, name in enumerate(steps) if i == 0 or steps[i - 1] != name]
         assert seen == per_step * stats.steps
-    assert driver.calls("context_release") and len(driver.calls("module_unload")) == len(section.binaries)
+    assert len(driver.calls("module_unload")) == len(section.binaries)
+    assert len(driver.calls("graph_exec_destroy")) == len(section.buckets)
+    assert len(driver.calls("release")) == len(driver.calls("create")) == 5  # regions
 
 
 def test_what_a_launch_is_given(artifact: Path, driver: DriverDouble) -> None:
