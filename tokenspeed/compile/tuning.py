@@ -57,6 +57,8 @@ _BEFORE = "before"
 _CACHE_SHARE = 3
 """Bytes of cold operands that a replay goes through before it meets a copy again, in caches: more than two, so that
 no part of a copy is left whatever the cache replaces first."""
+_MOST_COPIES = 512
+"""A matrix so small that more would be needed takes no longer from memory than from the cache: a launch is longer."""
 _REPLAY_SECONDS = 300e-6
 """What a replay takes at least: some thirty times what it costs to start one."""
 
@@ -323,7 +325,8 @@ class _ShapePlan:
         cold = _CACHE_SHARE * _PARTS[self._cases[0].request.target.arch].cache_bytes
         if nbytes >= cold:  # each call pushes out what it read itself: a second copy only makes results differ
             return Rotation(start, nbytes, _ALIGNMENT, 2)
-        return Rotation(start, nbytes, align(nbytes, _ALIGNMENT), max(2, math.ceil(cold / nbytes)))
+        copies = min(_MOST_COPIES, max(2, math.ceil(cold / nbytes)))
+        return Rotation(start, nbytes, align(nbytes, _ALIGNMENT), copies)
 
     def kernels(self) -> Iterator[DeviceKernel]:
         for case in self._cases:
