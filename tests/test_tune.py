@@ -694,12 +694,22 @@ def test_what_makes_no_sense(packed: Path, capsys: pytest.CaptureFixture[str], w
     assert message in capsys.readouterr().err
 
 
-def test_running_needs_the_base_install_only() -> None:
-    code = (
-        "import sys; import tokenspeed.cli.tune, tokenspeed.runtime.tuning\n"
-        "heavy = ('numpy', 'triton', 'torch', 'tqdm', 'ml_dtypes', 'tokenspeed.compile', 'tokenspeed.kernels')\n"
-        "print([name for name in sys.modules if name.startswith(heavy)])"
-    )
+RUNNING = "import tokenspeed.cli.tune, tokenspeed.runtime.tuning"
+SHOWING = """
+import tokenspeed.compile.tuning_tables
+from tokenspeed.cli import main
+main(["tune", "show", "--target", "cuda:sm_90a"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "never"),
+    [(RUNNING, ("tokenspeed.compile", "tokenspeed.kernels")), (SHOWING, ())],
+    ids=["run", "show and merge"],
+)
+def test_only_packing_needs_more_than_the_base_install(code: str, never: tuple[str, ...]) -> None:
+    heavy = ("numpy", "triton", "torch", "tqdm", "ml_dtypes", *never)
+    code = f"import sys\n{code}\nprint([name for name in sys.modules if name.startswith({heavy!r})])"
     line = [sys.executable, "-c", code]
     done = subprocess.run(line, env=cli_environment(), capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert done.stdout.splitlines()[-1] == "[]"

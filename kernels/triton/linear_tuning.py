@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from tokenspeed.kernels.registry import Request
+from tokenspeed.kernels.registry import Request, Stage
 from tokenspeed.kernels.triton.linear import stages, weight_rows
 from tokenspeed.kernels.triton.linear_config import Config, candidates, choose, to_json, usable
 from tokenspeed.kernels.triton.norm import MAX_WIDTH
@@ -33,10 +33,11 @@ class LinearFamily:
         now = choose(request.target, op, m, n, k, request.dtype)
         around = [replace(now, prefetch=size) for size in PREFETCH] if m <= FEW_ROWS else []
         found = (now, *candidates(request.target, op, m, n, k), *around)
-        different: dict[tuple[object, ...], Config] = {}
+        different: dict[tuple[Stage, ...], Config] = {}
         for config in found:
-            if usable(config, request.target, op):
-                different.setdefault(_launched(config, request), config)
+            if usable(config, request.target, op):  # to prefetch more than a row has is to prefetch the row
+                clipped = replace(config, prefetch=min(config.prefetch, k * _BYTES[request.dtype]))
+                different.setdefault(stages(request, clipped), config)
         return tuple(Variant(to_json(config), stages(request, config)) for config in different.values())
 
     def operands(self, request: Request) -> Mapping[str, Operand]:
@@ -64,13 +65,3 @@ class LinearFamily:
             return None
         norm = replace(request, op="rms_norm", sizes={"H": k, "M": m, "rows": request.sizes["rows"]})
         return Predecessor(norm, "x", {"x": m * k * 4, "weight": k * 4}, {"eps": 1e-5})
-
-
-def _launched(config: Config, request: Request) -> tuple[object, ...]:
-    """What tells the launches of two configurations apart: equal ones need no second measurement. Prefetching more
-    than a row has is prefetching the row."""
-    row_bytes = request.sizes["K"] * _BYTES[request.dtype]
-    constants = {**config.constants(request.target), "PREFETCH": min(config.prefetch, row_bytes)}
-    if request.target.backend != "cuda":
-        constants["PREFETCH"] = 0
-    return config.num_warps, config.num_stages, *constants.values()

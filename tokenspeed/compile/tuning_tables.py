@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -177,8 +177,9 @@ def _microseconds(value: Any) -> float:
 def _config(raw: Mapping[str, Any], target: Target, op: str) -> dict[str, Any]:
     """A configuration that a build can use. Raises ValueError or TypeError."""
     config = Config(**raw)
+    kinds = {f.name: f.type for f in fields(Config)}
     for name, value in raw.items():
-        if type(value) is not (bool if name == "swapped" else int) or value < 0:
+        if type(value).__name__ != kinds[name] or (isinstance(value, int) and value < 0):
             raise ValueError(f"{name} is {value!r}")
     if not usable(config, target, op):
         raise ValueError(f"{config} does not fit {target}")
