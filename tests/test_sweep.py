@@ -135,6 +135,10 @@ def test_the_command(artifact: Path, capsys: pytest.CaptureFixture[str], tmp_pat
     report = json.loads(capsys.readouterr().out)
     assert report["closed"] and report["after_ready"] == dict.fromkeys(AFTER_READY, 0)
     assert {b["name"] for b in report["buckets"]} >= {"decode-1", "decode-6", "mixed-200"}
+    for b in report["buckets"]:
+        assert b["slowest"]["seconds"] == b["max"] and b["slowest"]["num_tokens"] <= b["bucket"]["num_tokens"]
+        assert set(b["by_variant"]) <= {*VARIANTS, MIXED_ROWS} and set(b["by_shape"]) <= set(SHAPES)
+        assert b["slowest"]["variant"] in b["by_variant"] and b["slowest"]["shape"] in b["by_shape"]
     assert any(e["name"] == "graphs" for e in json.loads(trace.read_text())["traceEvents"])
     assert main(args) == 0
     out = capsys.readouterr().out

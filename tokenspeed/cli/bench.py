@@ -176,10 +176,12 @@ def _sweep(args: argparse.Namespace, engine: Engine) -> int:
 
 
 def _print_sweep(report: SweepReport) -> None:
-    print(f"{'bucket':<14}{'steps':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}{'max/p50':>9}{'long ms':>10}")
+    print(f"{'bucket':<14}{'steps':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}{'max/p50':>9}{'long ms':>10}  slowest")
     for b in report.buckets:
         times = "".join(f"{seconds * 1e3:>10.3f}" for seconds in (b.p50, b.p99, b.max))
-        print(f"{b.bucket.name:<14}{b.steps:>6}{times}{b.max_over_median:>9.2f}{b.longest_context * 1e3:>10.3f}")
+        slowest = f"{b.slowest.shape}, {b.slowest.variant}, {b.slowest.num_tokens} tokens"
+        ratio, longest = f"{b.max_over_median:>9.2f}", f"{b.longest_context * 1e3:>10.3f}"
+        print(f"{b.bucket.name:<14}{b.steps:>6}{times}{ratio}{longest}  {slowest}")
     print(f"\n{report.steps} steps of {len(report.buckets)} buckets in {report.seconds:.1f} s")
     for title, counts in (
         ("sampling", report.variants),

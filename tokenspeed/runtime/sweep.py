@@ -9,9 +9,10 @@ what a step writes goes to pages of its own.
 from __future__ import annotations
 
 import random
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import count
 
@@ -46,9 +47,21 @@ one logit row or with all; and with one sequence of max_model_len."""
 
 
 @dataclass(frozen=True)
+class StepFigures:
+    """One step: what it was, and its seconds, from giving it to the device until its outputs are on the host."""
+
+    shape: str
+    variant: str
+    num_tokens: int
+    num_seqs: int
+    num_logit_rows: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class BucketFigures:
-    """Seconds of a bucket's steps, from giving one to the device until its outputs are on the host. Steps of shape
-    'long' count in ``longest_context`` alone: what they cost is attention."""
+    """Seconds of a bucket's steps. Steps of shape 'long' count in ``longest_context`` and ``by_shape`` alone: what they
+    cost is attention. ``slowest`` took ``max``; ``by_shape`` and ``by_variant`` are medians."""
 
     bucket: Bucket
     steps: int
@@ -56,6 +69,9 @@ class BucketFigures:
     p99: float
     max: float
     longest_context: float
+    slowest: StepFigures
+    by_shape: dict[str, float]
+    by_variant: dict[str, float]
 
     @property
     def max_over_median(self) -> float:
@@ -96,8 +112,7 @@ def sweep(
     if steps_per_bucket < 1 or (seconds is not None and not seconds > 0):
         raise UsageError("a sweep needs at least one step per bucket, and a time above 0")
     maker = _Maker(engine, random.Random(seed))
-    runs: dict[Bucket, list[tuple[str, float]]] = {bucket: [] for bucket in maker.buckets}
-    variants: Counter[str] = Counter()
+    runs: dict[Bucket, list[StepFigures]] = {bucket: [] for bucket in maker.buckets}
     bad = 0
     before = after_ready(engine.loaded.executor.device.counters())
     began = time.perf_counter()
@@ -111,16 +126,16 @@ def sweep(
             shape, variant = SHAPES[(number + place) % len(SHAPES)], maker.variant(number + place)
             shape, step = maker.step(bucket, shape, variant)
             taken, tokens = _run(engine, step)
-            runs[bucket].append((shape, taken))
-            variants[variant] += 1
+            sizes = step.num_tokens, step.num_seqs, step.num_logit_rows
+            runs[bucket].append(StepFigures(shape, variant, *sizes, taken))
             bad += sum(not 0 <= token < engine.info.vocab_size for token in tokens)
     after = after_ready(engine.loaded.executor.device.counters())
-    shapes = Counter(shape for taken in runs.values() for shape, _ in taken)
+    every = [step for steps in runs.values() for step in steps]
     return SweepReport(
         buckets=tuple(_figures(bucket, taken) for bucket, taken in runs.items()),
-        variants=dict(variants),
-        shapes=dict(shapes),
-        steps=sum(map(len, runs.values())),
+        variants=dict(Counter(step.variant for step in every)),
+        shapes=dict(Counter(step.shape for step in every)),
+        steps=len(every),
         seconds=time.perf_counter() - began,
         after_ready={name: after[name] - before[name] for name in after},
         bad_tokens=bad,
@@ -129,15 +144,32 @@ def sweep(
 
 def _run(engine: Engine, step: MadeStep) -> tuple[float, list[int]]:
     executor = engine.loaded.executor
-    began = time.perf_counter()
-    outputs = executor.wait(executor.submit(step))
-    return time.perf_counter() - began, outputs.tokens.tolist()
+    in_flight = executor.submit(step)
+    outputs = executor.wait(in_flight)
+    return time.perf_counter() - in_flight.staged, outputs.tokens.tolist()
 
 
-def _figures(bucket: Bucket, taken: list[tuple[str, float]]) -> BucketFigures:
-    usual = percentiles([seconds for shape, seconds in taken if shape != "long"])
-    long = max((seconds for shape, seconds in taken if shape == "long"), default=0.0)
-    return BucketFigures(bucket, len(taken), usual["p50"], usual["p99"], usual["max"], long)
+def _figures(bucket: Bucket, steps: list[StepFigures]) -> BucketFigures:
+    usual = [step for step in steps if step.shape != "long"] or steps
+    times = percentiles([step.seconds for step in usual])
+    return BucketFigures(
+        bucket,
+        len(steps),
+        times["p50"],
+        times["p99"],
+        times["max"],
+        max((step.seconds for step in steps if step.shape == "long"), default=0.0),
+        max(usual, key=lambda step: step.seconds),
+        _medians((step.shape, step.seconds) for step in steps),
+        _medians((step.variant, step.seconds) for step in usual),
+    )
+
+
+def _medians(samples: Iterable[tuple[str, float]]) -> dict[str, float]:
+    by_name: dict[str, list[float]] = {}
+    for name, seconds in samples:
+        by_name.setdefault(name, []).append(seconds)
+    return {name: statistics.median(times) for name, times in sorted(by_name.items())}
 
 
 class _Maker:
