@@ -206,6 +206,7 @@ class Engine:
             request_id, self._next_id = self._next_id, self._next_id + 1
             self._inbox.append(_Submission(request_id, prompt_ids, native, live))
             self._wake.notify()
+        trace.mark("first request", once=True)
         return request_id
 
     def abort(self, request_id: int) -> None:

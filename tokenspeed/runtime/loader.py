@@ -106,7 +106,8 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
         with _timed(seconds, "tokenizer"):
             tokenizer = Tokenizer.from_artifact(artifact)
         if preparing.running:  # the interpreter would only wait now: later the first chat would wait for this
-            tokenizer.chat.prepare_quietly()
+            with trace.span("chat template"):
+                tokenizer.chat.prepare_quietly()
     finally:
         preparing.join()
         drivers.let_go()

@@ -41,7 +41,7 @@ class Trace:
         return self._exec
 
     def add(self, name: str, start: float, end: float, *, track: int | None = None, **args: Any) -> None:
-        """A span of the calling thread, or of ``track``."""
+        """A span of the calling thread, or of the thread with the native id ``track``."""
         self._append("X", name, start, track, {"dur": round((end - start) * 1e6, 1)}, args)
 
     def mark(self, name: str, *, once: bool = False, **args: Any) -> None:
@@ -70,6 +70,7 @@ class Trace:
             track = threading.get_native_id()
             if track not in self._threads:
                 self._threads[track] = threading.current_thread().name
+        self._threads.setdefault(track, "driver")  # of a thread that noted nothing itself
         event = {"ph": phase, "name": name, "pid": os.getpid(), "tid": track, "ts": round((at - self._exec) * 1e6, 1)}
         self._events.append({**event, **more, "args": args} if args else {**event, **more})
 
