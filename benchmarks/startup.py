@@ -1,12 +1,16 @@
 """How long `tokenspeed serve` takes from exec to ready and to the first streamed token, and where the time goes.
 
-    python benchmarks/startup.py ARTIFACT [ARTIFACT ...] [--rounds 5] [--json]
+    python benchmarks/startup.py ARTIFACT [ARTIFACT ...] [--rounds 5] [--json] [--runs FILE] [--trace FILE]
 
 Uses the standard library and the `tokenspeed` command beside this interpreter, so run it with the Python of an
 installed TokenSpeed. Rounds alternate between the artifacts. The first round is not counted: it brings the files
-into the page cache and compiles bytecode where that is missing. A pause before each round lets a virtual machine
-return the memory of the last one to its host, as it has before any start that does not follow on another; finding
-that memory again is part of a start. Figures are of the machine as it is: look at the load average first.
+into the page cache and compiles bytecode where that is missing, as an installer would have (servers therefore run
+without PYTHONDONTWRITEBYTECODE). A pause before each round lets a virtual machine return the memory of the last one
+to its host, as it has before any start that does not follow on another; finding that memory again is part of a start.
+Figures are of the machine as it is: look at the load average first.
+
+--runs writes every start with its split as soon as it is over. --trace traces one more start of the first artifact,
+which benchmarks/trace_picture.py draws.
 """
 
 from __future__ import annotations
@@ -31,12 +35,13 @@ CHAT = {
     "messages": [{"role": "user", "content": "What is the capital of France?"}],
     "stream": True,
     "temperature": 0,
-    "max_tokens": 8,
+    "max_tokens": 32,
+    "ignore_eos": True,
 }
 NOT_COUNTED = 1
 """Rounds before those that count."""
 MEMORY_ALLOWANCE = 250e6
-"""Bytes that serving may hold beside weights and KV pages."""
+"""Bytes that serving on a CPU may hold beside weights and KV pages."""
 
 
 def main() -> int:
@@ -46,15 +51,22 @@ def main() -> int:
     arguments.add_argument("--pause", type=float, default=4.0, help="seconds before each start (default: 4)")
     arguments.add_argument("--tokenspeed", default=TOKENSPEED, metavar="COMMAND", help="default: %(default)s")
     arguments.add_argument("--json", action="store_true", help="print JSON on stdout")
+    arguments.add_argument("--runs", type=Path, metavar="FILE", help="write every start as JSON")
+    arguments.add_argument("--trace", type=Path, metavar="FILE", help="trace one more start of the first artifact")
     args = arguments.parse_args()
+    command = shlex.split(args.tokenspeed)
     starts: dict[str, list[dict[str, Any]]] = {path: [] for path in args.artifacts}
     for number in range(NOT_COUNTED + args.rounds):
         for path in args.artifacts:
             time.sleep(args.pause)
-            found = start(shlex.split(args.tokenspeed), path)
+            found = start(command, path)
             print(f"{path}: ready {found['ready']:.3f} s, first token {found['first_token']:.3f} s", file=sys.stderr)
             if number >= NOT_COUNTED:
                 starts[path].append(found)
+                if args.runs:
+                    args.runs.write_text(json.dumps(starts, indent=2) + "\n")
+    if args.trace:
+        start([*command], args.artifacts[0], "--trace", str(args.trace))
     report = {path: summary(path, runs) for path, runs in starts.items()}
     if args.json:
         print(json.dumps({"load_average": os.getloadavg()[0], "artifacts": report, "starts": starts}, indent=2))
@@ -64,13 +76,18 @@ def main() -> int:
     return 0
 
 
-def start(command: Sequence[str], artifact: str) -> dict[str, Any]:
-    """Start one server, stream one chat from it, stop it. Seconds count from just before exec."""
+def start(command: Sequence[str], artifact: str, *options: str) -> dict[str, Any]:
+    """Start one server, stream one chat from it, stop it. Seconds count from just before exec; ``settled`` is None on a
+    GPU, whose weights lie where they stay once it is ready."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
     began = time.perf_counter()
     server = subprocess.Popen(
-        [*command, "serve", artifact, "--port", str(port)], stderr=subprocess.PIPE, text=True, start_new_session=True
+        [*command, "serve", artifact, "--port", str(port), *options],
+        env={name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"},
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     try:
         assert server.stderr is not None
@@ -82,16 +99,20 @@ def start(command: Sequence[str], artifact: str) -> dict[str, Any]:
         cpu = cpu_seconds(server.pid)
         first_token = stream_first_token(port) - began
         info = get(port, "/get_server_info")
-        settled = wait_until_settled(port)
-        return {
+        on_cpu = info["engine"]["target"].startswith("cpu:")
+        settled = wait_until_settled(port) - began if on_cpu else None
+        found = {
+            "target": info["engine"]["target"],
+            "device": info["engine"]["device"],
             "ready": ready,
             "first_token": first_token,
             "cpu_until_ready": cpu,
-            "settled": settled - began,
+            "settled": settled,
             "peak_bytes": peak_bytes(server.pid),
             "startup_seconds": info["startup_seconds"],
             "load_seconds": info["load_seconds"],
         }
+        return {**found, "split": split(found)}
     finally:
         server.send_signal(signal.SIGTERM)
         server.wait(timeout=60)
@@ -124,8 +145,8 @@ def stream_first_token(port: int) -> float:
 def wait_until_settled(port: int) -> float:
     """When the weights lie in memory of their own (they move there beside the first requests)."""
     for _ in range(600):
-        if get(port, "/get_server_info")["stats"]["device"].get("bytes_settled", True):
-            break  # a GPU has no such counter: weights have nowhere to move to
+        if get(port, "/get_server_info")["stats"]["device"]["bytes_settled"]:
+            break
         time.sleep(0.05)
     return time.perf_counter()
 
@@ -146,7 +167,7 @@ def peak_bytes(pid: int) -> int:
 def split(run: dict[str, Any]) -> dict[str, float]:
     """Seconds of each part of a start. The parts of different threads pass at the same time."""
     marks, load = run["startup_seconds"], run["load_seconds"]
-    device = sum(load[name] for name in ("choose", "open", "modules", "graphs"))
+    device = load["choose"] + load["open"] + max(load["modules"] + load["graphs"], load["weights"])
     return {
         "interpreter, command line, socket": marks["bound"],
         "main thread: web stack": marks["web"] - marks["bound"],
@@ -163,32 +184,37 @@ def split(run: dict[str, Any]) -> dict[str, float]:
 
 
 def summary(path: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians and extremes over ``runs``."""
-    weights = sum(file.stat().st_size for file in (Path(path) / "weights").glob("*"))
+    """Medians and extremes over ``runs``. Memory is the host's, where a CPU's weights lie and a GPU's do not."""
+    on_cpu = runs[0]["target"].startswith("cpu:")
+    weights = sum(file.stat().st_size for file in (Path(path) / "weights").glob("*")) if on_cpu else 0
     peak = max(run["peak_bytes"] for run in runs)
-    parts = [split(run) for run in runs]
+    names = ("ready", "first_token", "cpu_until_ready", *(("settled",) if on_cpu else ()))
     return {
+        "target": runs[0]["target"],
+        "device": runs[0]["device"],
         **{
             name: {"median": statistics.median(values), "min": min(values), "max": max(values)}
-            for name in ("ready", "first_token", "cpu_until_ready", "settled")
+            for name in names
             for values in ([run[name] for run in runs],)
         },
-        "split": {name: statistics.median(part[name] for part in parts) for name in parts[0]},
+        "split": {name: statistics.median(run["split"][name] for run in runs) for name in runs[0]["split"]},
         "peak_bytes": peak,
         "peak_bytes_beside_weights": peak - weights,
-        "within_memory_allowance": peak - weights <= MEMORY_ALLOWANCE,
+        "within_memory_allowance": peak - weights <= MEMORY_ALLOWANCE if on_cpu else None,
     }
 
 
 def show(path: str, figures: dict[str, Any]) -> None:
-    print(f"\n{path}")
+    print(f"\n{path} on {figures['target']}, {figures['device']}")
     for name, what in (("ready", "exec to ready"), ("first_token", "exec to first token"),
                        ("cpu_until_ready", "CPU until ready"), ("settled", "exec to weights settled")):  # fmt: skip
+        if name not in figures:
+            continue
         f = figures[name]
         print(f"  {what:<36}{f['median']:7.3f} s   ({f['min']:.3f} to {f['max']:.3f})")
     for name, seconds in figures["split"].items():
         print(f"    {name:<34}{seconds:7.3f} s")
-    print(f"  {'peak memory':<36}{figures['peak_bytes'] / 1e6:7.0f} MB  "
+    print(f"  {'peak memory of the host':<36}{figures['peak_bytes'] / 1e6:7.0f} MB  "
           f"({figures['peak_bytes_beside_weights'] / 1e6:.0f} MB beside weights, KV pages included)")  # fmt: skip
 
 
