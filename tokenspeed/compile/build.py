@@ -28,6 +28,7 @@ from tokenspeed.artifact import (
     seal,
 )
 from tokenspeed.bucket import StepLimits
+from tokenspeed.compile.capture import Captures
 from tokenspeed.compile.checkpoint import Checkpoint, open_checkpoint, tensor_shapes
 from tokenspeed.compile.code_cache import default_cache as default_cache
 from tokenspeed.compile.dummy_weights import DummyCheckpoint
@@ -128,13 +129,17 @@ def build(
         verify(program)
         fused = run_passes(program, CPU_PASSES)
     with progress.stage("select"):
-        plans = [_plan(fused, target, envelope, solutions) for target in envelope.targets]
+        plans = [_plan(fused, target, envelope, solutions, cache) for target in envelope.targets]
     compiled: Mapping[tuple[DeviceKernel, Target], CompiledKernel] = {}
     if any(plan.kernels for plan in plans):
         with progress.stage("compile"):
             compiled = _compile(plans, progress, workers=workers, cache=cache)
+    captures: Mapping[Target, Captures] = {}
+    if any(plan.captures for plan in plans):
+        with progress.stage("capture"):
+            captures = _capture(plans, cache)
     with progress.stage("lower"):
-        lowered = [lower_target(plan, _binaries(plan, compiled)) for plan in plans]
+        lowered = [lower_target(p, _binaries(p, compiled), captures.get(p.selection.target)) for p in plans]
     path = Path(output) if output is not None else default_output(envelope.model)
     archive = path.suffix == ".tar"
     with publishing(path, force=force, archive=archive) as folder:
@@ -154,21 +159,22 @@ def build(
 
 
 def _plan(
-    program: Program, target: Target, envelope: Envelope, solutions: Mapping[str, str] | None
-) -> TargetPlan:  # fmt: skip
+    program: Program, target: Target, envelope: Envelope, solutions: Mapping[str, str] | None, cache: Path | None
+) -> TargetPlan:
     return plan_target(
         program,
         target,
         StepLimits(envelope.max_prefill_tokens, envelope.max_num_seqs, envelope.max_logit_rows),
-        _registry(target),
+        _registry(target, solutions or {}, cache),
         split_positions=envelope.split_positions,
         features=envelope.required_features,
         pinned=solutions,
     )
 
 
-def _registry(target: Target) -> Registry:
-    """The kernels that a target chooses from."""
+def _registry(target: Target, solutions: Mapping[str, str], cache: Path | None) -> Registry:
+    """The kernels that a target chooses from. Those of libraries are among them where an op is pinned to one: they
+    are captured on a GPU of the target, which an ordinary build does without."""
     if not target.is_gpu:
         return native_registry()
     try:
@@ -180,7 +186,12 @@ def _registry(target: Target) -> Registry:
             f"target {target} needs Triton to compile its kernels, and it is not installed",
             hint="install it with `pip install 'tokenspeed[build]'` (Linux, x86-64)",
         ) from None
-    return triton_registry()
+    if "flashinfer" not in solutions.values():
+        return triton_registry()
+    from tokenspeed.compile.capture_build import capture_problem
+    from tokenspeed.kernels.flashinfer_specs import flashinfer_specs
+
+    return Registry([*triton_registry().specs, *flashinfer_specs(capture_problem("flashinfer", target, cache))])
 
 
 def _compile(
@@ -191,6 +202,14 @@ def _compile(
 
     jobs = [(kernel, plan.selection.target) for plan in plans for kernel in plan.kernels]
     return compile_kernels(jobs, workers=workers, cache=cache, progress=progress.stream)
+
+
+def _capture(plans: Sequence[TargetPlan], cache: Path | None) -> Mapping[Target, Captures]:
+    """What libraries launch, of all plans that let them."""
+    from tokenspeed.compile.capture_build import capture_calls
+
+    plans = [plan for plan in plans if plan.captures]
+    return {p.selection.target: capture_calls(p.captures, p.selection.target, cache=cache) for p in plans}
 
 
 def _binaries(
@@ -324,14 +343,15 @@ def _write_target(
 def _write_binaries(
     folder: Path, target: LoweredTarget, compiled: Mapping[tuple[DeviceKernel, Target], CompiledKernel]
 ) -> tuple[BinaryEntry, ...]:
-    if not target.kernels:
+    if not target.kernels and not target.captured:
         return ()
     kernels = folder / "kernels" / target.target.path_name
     kernels.mkdir(parents=True)
+    binaries = {name: compiled[kernel, target.target].binary for name, kernel in target.kernels.items()}
     entries = []
-    for name, kernel in sorted(target.kernels.items()):
+    for name, binary in sorted({**binaries, **target.captured}.items()):
         path = kernels / f"{name}.{target.target.gpu.binary_suffix}"
-        path.write_bytes(compiled[kernel, target.target].binary)
+        path.write_bytes(binary)
         entries.append(BinaryEntry(name, path.relative_to(folder).as_posix()))
     return tuple(entries)
 

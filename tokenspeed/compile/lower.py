@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from tokenspeed.bucket import Bucket, StepLimits
 from tokenspeed.compile.buckets import ladder, prove_coverage
+from tokenspeed.compile.capture import CaptureJob, Captures
 from tokenspeed.compile.ceilings import REPEATS, Ceiling, plan_ceilings
 from tokenspeed.compile.layout import Layout, kv_page_bytes, pages_per_seq, plan_layout
 from tokenspeed.compile.ops import Dim
@@ -38,13 +39,15 @@ class LoweredTarget:
     """All that an artifact holds for one target, but for the bytes of the weights and of the kernels.
 
     Sizes in bytes. ``kernels`` are the GPU kernels that the graphs launch, by the names of their binaries;
-    ``ceilings`` are measured and have graphs beside those of the buckets.
+    ``captured`` are the code objects of kernels that libraries launch, by name; ``ceilings`` are measured and have
+    graphs beside those of the buckets.
     """
 
     target: Target
     graphs: Mapping[Bucket, LaunchGraph]
     ceilings: tuple[tuple[Ceiling, LaunchGraph], ...]
     kernels: Mapping[str, DeviceKernel]
+    captured: Mapping[str, bytes]
     weights: WeightPlan
     arena_bytes: int
     kv_page_bytes: int
@@ -72,6 +75,12 @@ class TargetPlan:
         stages = [stage for plan in self.selection.plans for call in plan.calls for stage in call.stages]
         stages += [ceiling.stage for ceiling in self.ceilings]
         return tuple(dict.fromkeys(stage.kernel for stage in stages if stage.kernel is not None))
+
+    @property
+    def captures(self) -> tuple[CaptureJob, ...]:
+        """The calls of libraries of all buckets, each once, in the order of their first use."""
+        stages = ((c, stage) for plan in self.selection.plans for c in plan.calls for stage in c.stages)
+        return tuple(dict.fromkeys(capture_job(c, s) for c, s in stages if s.library is not None))
 
 
 def plan_target(
@@ -108,18 +117,24 @@ def plan_target(
     }
     selection = select(program, target, rungs, registry, deployment, features=features, pinned=pinned)
     weights = plan_weights(program, _needed_weights(program, selection.plans))
-    layout = plan_layout(program, limits, weights.nbytes, _workspaces(selection.plans))
+    shared = _shared_workspaces(selection.plans)
+    layout = plan_layout(program, limits, weights.nbytes, _workspaces(selection.plans), shared)
     return TargetPlan(program, selection, weights, layout, plan_ceilings(target, program.dtype, layout, registry))
 
 
-def lower_target(plan: TargetPlan, binaries: Mapping[DeviceKernel, Binary] | None = None) -> LoweredTarget:
-    """Write the LaunchGraphs of a planned target. ``binaries`` has every one of ``plan.kernels``.
+def lower_target(
+    plan: TargetPlan, binaries: Mapping[DeviceKernel, Binary] | None = None, captures: Captures | None = None
+) -> LoweredTarget:
+    """Write the LaunchGraphs of a planned target. ``binaries`` has every one of ``plan.kernels``, ``captures`` every
+    one of ``plan.captures``.
 
     Raises ProgramError when a graph fails its verification.
     """
-    binaries, layout = binaries or {}, plan.layout
+    binaries, layout, captures = binaries or {}, plan.layout, captures or Captures({}, {})
     target = plan.selection.target
-    graphs = {p.bucket: lower_plan(plan.program, p, layout, plan.weights, binaries) for p in plan.selection.plans}
+    graphs = {
+        p.bucket: lower_plan(plan.program, p, layout, plan.weights, binaries, captures) for p in plan.selection.plans
+    }
     ceilings = tuple((ceiling, lower_ceiling(ceiling, binaries)) for ceiling in plan.ceilings)
     named = [(bucket.name, graph) for bucket, graph in graphs.items()]
     for name, graph in (*named, *((ceiling.kind, graph) for ceiling, graph in ceilings)):
@@ -132,6 +147,7 @@ def lower_target(plan: TargetPlan, binaries: Mapping[DeviceKernel, Binary] | Non
         graphs=graphs,
         ceilings=ceilings,
         kernels={binaries[kernel].name: kernel for kernel in plan.kernels},
+        captured=captures.binaries,
         weights=plan.weights,
         arena_bytes=layout.arena.nbytes,
         kv_page_bytes=layout.kv_page_bytes,
@@ -190,18 +206,50 @@ def _workspaces(plans: Sequence[Plan]) -> dict[str, int]:
     return most
 
 
+def _shared_workspaces(plans: Sequence[Plan]) -> dict[str, int]:
+    """Kind of op -> the most bytes of workspace that its ops share in any bucket; kinds that need none are left out."""
+    most: dict[str, int] = {}
+    for plan in plans:
+        for call in plan.calls:
+            nbytes = call.spec.shared_workspace_bytes(call.sizes)
+            if nbytes:
+                most[call.op.kind] = max(most.get(call.op.kind, 0), nbytes)
+    return most
+
+
+def capture_job(call: KernelCall, stage: Stage) -> CaptureJob:
+    """What is captured for a stage whose launches a library makes."""
+    assert stage.library is not None, stage
+    floats = [call.op.attrs.number(rule.name) for rule in stage.arguments if rule.kind is ArgumentKind.FLOAT]
+    return CaptureJob(stage.library, len(stage.arguments) - len(floats), tuple(floats))
+
+
 def lower_plan(
-    program: Program, plan: Plan, layout: Layout, weights: WeightPlan, binaries: Mapping[DeviceKernel, Binary]
+    program: Program,
+    plan: Plan,
+    layout: Layout,
+    weights: WeightPlan,
+    binaries: Mapping[DeviceKernel, Binary],
+    captures: Captures,
 ) -> LaunchGraph:
-    """A node per stage of each call, named after its op, with exactly the edges that their memory accesses need."""
+    """A node per launch of each call, named after its op, with exactly the edges that their memory accesses need."""
     tensors = weights.tensors()
-    nodes = []
+    nodes: list[Node] = []
+    once: set[object] = set()
     for call in plan.calls:
         for stage in call.stages:
             args = _Arguments(program, plan.bucket, layout, tensors, call, stage).all()
+            if stage.once and (stage, args) in once:
+                continue
+            if stage.once:
+                once.add((stage, args))
             name = f"{call.op.name}/{stage.name}" if stage.name else call.op.name
-            nodes.append(Node(name, stage.symbol, args, (), _launch(stage, binaries)))
-    edges = dependencies([node.args for node in nodes])
+            if stage.library is not None:
+                pointers = [arg for arg in args if isinstance(arg, Pointer)]
+                nodes += captures.calls[capture_job(call, stage)].nodes(name, pointers)
+            else:
+                nodes.append(Node(name, stage.symbol, args, (), _launch(stage, binaries)))
+    edges = dependencies([[pointer for _, pointer in node.pointers()] for node in nodes])
     return LaunchGraph(tuple(replace(node, predecessors=before) for node, before in zip(nodes, edges, strict=True)))
 
 
@@ -251,7 +299,11 @@ class _Arguments:
             case ArgumentKind.WRITE:
                 return self.layout.pointer(op.result(rule.name), self.bucket, Access.WRITE)
             case ArgumentKind.WORKSPACE:
-                return self.layout.workspace(op, self.call.spec.workspace_bytes(self.call.sizes))
+                return self._part(rule, self.layout.workspace(op, self.call.spec.workspace_bytes(self.call.sizes)))
+            case ArgumentKind.SHARED:
+                nbytes = self.call.spec.shared_workspace_bytes(self.call.sizes)
+                access = Access.WRITE if self.stage.once else Access.READ
+                return self._part(rule, self.layout.shared_workspace(op.kind, nbytes, access))
             case ArgumentKind.SIZES:
                 return self.layout.step_sizes()
             case ArgumentKind.ROWS:
@@ -262,6 +314,13 @@ class _Arguments:
                 return Int(self.call.sizes[rule.name], number_bytes)
             case ArgumentKind.FLOAT:
                 return _float(op.attrs.number(rule.name), number_bytes)
+
+    def _part(self, rule: ArgumentRule, whole: Pointer) -> Pointer:
+        """What ``rule`` names of a workspace: all of it, but for the kernels of libraries."""
+        if self.stage.library is None:
+            return whole
+        part = self.stage.library.part(rule.name)
+        return replace(whole, offset=whole.offset + part.offset, extent=part.nbytes)
 
     def _read(self, name: str) -> Pointer:
         if self.program.values[name].role is not Role.WEIGHT:
@@ -280,13 +339,12 @@ def _step_scalar(dim: Dim) -> StepScalar:
     return StepScalar(STEP_SCALARS.index(str(dim)))
 
 
-def dependencies(arguments: Sequence[Sequence[Argument]]) -> list[tuple[int, ...]]:
-    """Predecessors of each node of a sequence, from the bytes that its arguments touch.
+def dependencies(nodes: Sequence[Sequence[Pointer]]) -> list[tuple[int, ...]]:
+    """Predecessors of each node of a sequence, from the bytes that its pointers touch.
 
     A node comes after every earlier one that wrote what it touches, or that read what it writes; an edge that
     other edges imply is left out.
     """
-    nodes = [[arg for arg in args if isinstance(arg, Pointer)] for args in arguments]
     histories = {region: _History(p for pointers in nodes for p in pointers if p.region is region) for region in Region}
     edges: list[tuple[int, ...]] = []
     ancestors: list[int] = []
