@@ -83,6 +83,11 @@ class GpuDouble:
         assert all(offset >= self._input_bytes for offset, *_ in outputs)
         self._extents = list(inputs), list(outputs)
 
+    def bind_page_table(self, offset: int, row_bytes: int, context_lens: int, page_size: int) -> None:
+        """The double copies whole rows; that the places are those of the inputs is checked."""
+        assert (offset, row_bytes, 1, 0) in self._extents[0] and (context_lens, 4, 1, 0) in self._extents[0]
+        assert page_size % 32 == 0
+
     def view(self, region: str) -> memoryview:
         assert region == "io"
         return memoryview(self._host)
@@ -214,6 +219,7 @@ def install(gpus: Sequence[tuple[int, str, str, int, int]] = (H200,), reason: st
 
 def plug_in(monkeypatch: Any, gpus: Sequence[tuple[int, str, str, int, int]] = (H200,), reason: str = "none") -> None:
     """``install``, until the test is over."""
+    monkeypatch.setattr("tokenspeed.runtime.guard.COMPILERS", frozenset())  # tests of kernels have imported Triton
     monkeypatch.setattr(_native, "GpuDevice", None)
     monkeypatch.setattr(_native, "GpuContext", None)
     monkeypatch.setattr(_native, "gpu_devices", None)

@@ -328,6 +328,13 @@ class GpuDevice:
         ascending order of offsets. Without it a step copies all inputs and outputs. Raises DeviceError.
         """
 
+    def bind_page_table(self, offset: int, row_bytes: int, context_lens: int, page_size: int) -> None:
+        """
+        Say where the page table lies among the inputs, and the int32 context length of each sequence: a step then
+        copies of each row only what its longest sequence uses, an int32 for every page_size positions. Raises
+        DeviceError.
+        """
+
     def view(self, region: str) -> memoryview:
         """
         The host's bytes of region io, writable: set s begins at s times the region's size rounded up to 4096. It

@@ -92,6 +92,11 @@ void bind_io(GpuDevice& device, const std::vector<ExtentTuple>& inputs, const st
   device.bind_io(extents_of(inputs), extents_of(outputs));
 }
 
+void bind_page_table(GpuDevice& device, uint64_t offset, uint64_t row_bytes, uint64_t context_lens,
+                     int32_t page_size) {
+  device.bind_page_table({offset, row_bytes, context_lens, page_size});
+}
+
 nb::object view_of(const GpuDevice& device, std::string_view name) {
   if (region_by_name(name) != RegionKind::Io) {
     throw DeviceError("region " + std::string(name) + " is in the GPU's memory: only io can be viewed");
@@ -175,6 +180,10 @@ void bind_gpu_device(nb::module_& m) {
            "Say how much of each io tensor a step uses, so that no more is copied: (offset, item_bytes, scalar,\n"
            "extra) for item_bytes x (STEP_SCALARS[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in\n"
            "ascending order of offsets. Without it a step copies all inputs and outputs. Raises DeviceError.")
+      .def("bind_page_table", &bind_page_table, "offset"_a, "row_bytes"_a, "context_lens"_a, "page_size"_a,
+           "Say where the page table lies among the inputs, and the int32 context length of each sequence: a step then\n"
+           "copies of each row only what its longest sequence uses, an int32 for every page_size positions. Raises\n"
+           "DeviceError.")
       .def("view", &view_of, "region"_a, nb::sig("def view(self, region: str) -> memoryview"),
            "The host's bytes of region io, writable: set s begins at s times the region's size rounded up to 4096. It\n"
            "may outlive the device. Raises DeviceError.")

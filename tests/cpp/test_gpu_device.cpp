@@ -156,6 +156,65 @@ TEST(a_step_copies_what_it_uses) {
   }
 }
 
+TEST(rows_of_a_page_table_are_copied_as_far_as_they_are_used) {
+  for (const Backend backend : kBackends) {
+    const Double driver(backend);
+    GpuDevice device(backend, 0, GpuOptions{1, 0, driver.path});
+    driver.kernel("nothing", nullptr, {});
+    device.load_binary("kernels", code_object(backend, "nothing"));
+    constexpr uint64_t kMiB = 1 << 20, kLens = 4096, kRow = 512, kTable = kMiB;
+    device.allocate_io(2 * kMiB, 3 * kMiB, 0);
+    TestGraph graph{{"nothing"}, {{"n", 0, {}, {}}}};
+    graph.binaries = {"kernels"};
+    const int handle = device.load_graph(graph.encode(), 0);
+    device.bind_io({{0, 16, -1, 1}, {kLens, 4, 1, 0}, {kTable, kRow, 1, 0}}, {{2 * kMiB, 8, 2, 0}});
+    for (const PageTable& wrong : {PageTable{2 * kMiB, kRow, kLens, 64}, PageTable{kTable, kRow, kLens + 2, 64},
+                                   PageTable{kTable, 0, kLens, 64}, PageTable{kTable, kRow, kLens, 0}}) {
+      CHECK(contains(error_of([&] { device.bind_page_table(wrong); }), "a page table needs offsets within the 2097152"));
+    }
+    device.bind_page_table({kTable, kRow, kLens, 64});
+    device.seal();
+    auto* lens = reinterpret_cast<int32_t*>(device.host_io()->data() + kLens);
+    const auto copies = [&](int64_t seqs, int32_t longest) {
+      std::fill_n(lens, 300, 1);
+      lens[seqs - 1] = longest;
+      lens[seqs] = 1 << 30;  // belongs to no sequence of the step
+      const size_t before = driver.log().size();
+      device.wait(device.submit(handle, {seqs, seqs, 0}, 0));
+      Lines lines;
+      for (const std::string& line : driver.lines({"copy_to_device", "copy_rows"}, before)) {
+        lines.push_back(line.substr(0, line.find(" stream")));
+      }
+      return lines;
+    };
+    const Lines few = {"copy_to_device bytes=4608", "copy_to_device bytes=65536"};  // 128 rows whole: 64 KiB
+    CHECK(copies(128, 64) == few);
+    CHECK((copies(129, 1024) == Lines{"copy_rows pitch=512 width=64 rows=129", "copy_to_device bytes=4612"}));
+    CHECK((copies(200, 1025) == Lines{"copy_rows pitch=512 width=128 rows=200", "copy_to_device bytes=4896"}));
+    CHECK((copies(200, -7) == Lines{"copy_rows pitch=512 width=64 rows=200", "copy_to_device bytes=4896"}));
+    const Lines whole = {"copy_to_device bytes=4896", "copy_to_device bytes=102400"};  // as long as rows are
+    CHECK(copies(200, 64 * 128) == whole);
+    CHECK(contains(error_of([&] { device.submit(handle, {1, 100000, 0}, 0); }), "is not within [0, 2097152)"));
+    driver.fail("copy_rows", 1, 1);
+    CHECK(contains(error_of([&] { copies(200, 64); }), "cannot copy a step's page table"));
+  }
+}
+
+TEST(copied_rows_arrive_where_they_belong) {
+  for (const Backend backend : kBackends) {
+    Ready r(backend);
+    std::vector<int32_t> from(4 * 16), to(4 * 16, -1);
+    for (int i = 0; i < 64; ++i) from[static_cast<size_t>(i)] = i;
+    const auto driver = open_driver(backend, r.driver.path);
+    Handle stream = nullptr;
+    CHECK(driver->call.stream_create(&stream, 0) == 0);
+    CHECK(driver->copy_rows_to_device(reinterpret_cast<Address>(to.data()), from.data(), 64, 8, 3, stream) == 0);
+    CHECK(driver->call.stream_synchronize(stream) == 0 && driver->call.stream_destroy(stream) == 0);
+    CHECK(to[33] == 33 && to[0] == 0 && to[1] == 1 && to[2] == -1);
+    CHECK(to[16] == 16 && to[17] == 17 && to[18] == -1 && to[32] == 32 && to[48] == -1);
+  }
+}
+
 TEST(graphs_are_rebuilt_exactly) {
   for (const Backend backend : kBackends) {
     Ready r(backend);

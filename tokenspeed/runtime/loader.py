@@ -244,7 +244,7 @@ class _Preparation:
                 device.allocate("kv", self.num_pages * section.kv_page_bytes)
                 device.allocate("arena", section.arena_bytes)
                 device.allocate("state", section.state_bytes)
-                self.place.allocate_io(device, section)
+                self.place.allocate_io(device, section, self._artifact.manifest.envelope.page_size)
             except _native.DeviceError as e:  # a limit that the place does not see, such as `ulimit -v`
                 raise ResourceError(f"cannot allocate memory: {e}", hint="lower --kv-gib") from None
 

@@ -47,7 +47,7 @@ class Place(Protocol):
     def free_hint(self) -> str: ...  # what to do when it is too little
     def open(self) -> Any: ...
     def available(self, device: Any) -> int: ...
-    def allocate_io(self, device: Any, section: TargetSection) -> None: ...
+    def allocate_io(self, device: Any, section: TargetSection, page_size: int) -> None: ...
     def settle(self, device: Any) -> None: ...  # moves weights to where they are read fastest, if they are not there
     def time_steps(self, device: Any) -> None: ...  # has the device time them itself, where it can
     def describe(self) -> str: ...
@@ -203,7 +203,7 @@ class CpuPlace:
     def available(self, device: Any) -> int:
         return available_memory()
 
-    def allocate_io(self, device: Any, section: TargetSection) -> None:
+    def allocate_io(self, device: Any, section: TargetSection, page_size: int) -> None:
         device.allocate("io", section.io_bytes)
 
     def settle(self, device: Any) -> None:
@@ -251,10 +251,14 @@ class GpuPlace:
         free, total = device.memory()
         return max(0, int(free) - GPU_RESERVE_BYTES - int(total * GPU_RESERVE_SHARE))
 
-    def allocate_io(self, device: Any, section: TargetSection) -> None:
+    def allocate_io(self, device: Any, section: TargetSection, page_size: int) -> None:
         names = {tensor.name for tensor in OUTPUTS}
+        placed = {tensor.name: tensor for tensor in section.io}
+        table = placed["page_table"]
         device.allocate_io(min(t.offset for t in section.io if t.name in names), section.io_bytes)
         device.bind_io(_extents(section.io, names, inside=False), _extents(section.io, names, inside=True))
+        row_bytes = table.nbytes // table.shape[0]
+        device.bind_page_table(table.offset, row_bytes, placed["context_lens"].offset, page_size)
 
     def settle(self, device: Any) -> None:
         pass  # weights on a GPU have nowhere better to be

@@ -22,6 +22,7 @@ class CudaDriver final : public Driver {
     resolve(context_retain_, "cuDevicePrimaryCtxRetain");
     resolve(context_release_, "cuDevicePrimaryCtxRelease_v2");
     resolve(context_current_, "cuCtxSetCurrent");
+    resolve(copy_2d_, "cuMemcpy2DAsync_v2");
     resolve(granularity_, "cuMemGetAllocationGranularity");
     resolve(reserve_, "cuMemAddressReserve");
     resolve(free_addresses_, "cuMemAddressFree");
@@ -103,6 +104,20 @@ class CudaDriver final : public Driver {
     const Status unmapped = unmap_(a.address, a.mapped), freed = free_addresses_(a.address, a.mapped),
                  released = release_memory_(a.memory);
     return unmapped ? unmapped : freed ? freed : released;
+  }
+
+  Status copy_rows_to_device(Address to, const void* from, size_t pitch, size_t width, size_t rows,
+                             Handle stream) const override {
+    Copy2D copy{};
+    copy.src_type = kMemoryHost;
+    copy.src_host = from;
+    copy.src_pitch = pitch;
+    copy.dst_type = kMemoryDevice;
+    copy.dst_device = to;
+    copy.dst_pitch = pitch;
+    copy.width = width;
+    copy.height = rows;
+    return copy_2d_(&copy, stream);
   }
 
   Status prepare(const KernelLaunch& launch) const override {
@@ -210,6 +225,7 @@ class CudaDriver final : public Driver {
   Status (*context_retain_)(Handle*, int device);
   Status (*context_release_)(int device);
   Status (*context_current_)(Handle);
+  Status (*copy_2d_)(const Copy2D*, Handle stream);
   Status (*granularity_)(size_t*, const MemAllocationProp*, int option);
   Status (*reserve_)(Address*, size_t bytes, size_t alignment, Address hint, unsigned long long flags);
   Status (*free_addresses_)(Address, size_t);

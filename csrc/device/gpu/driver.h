@@ -148,6 +148,10 @@ class Driver {
   virtual Status allocate(Allocation* allocation, uint64_t bytes, Address hint, int device) const = 0;
   virtual Status deallocate(const Allocation& allocation) const = 0;
 
+  // Copies `rows` rows of `width` bytes from the host, `pitch` bytes apart on both sides.
+  virtual Status copy_rows_to_device(Address to, const void* from, size_t pitch, size_t width, size_t rows,
+                                     Handle stream) const = 0;
+
   // Prepares a function for launches with these sizes, and loads it onto the device where loading is lazy.
   virtual Status prepare(const KernelLaunch& launch) const = 0;
   // The bytes of each parameter; leaves `sizes` unset and succeeds where the driver does not tell.

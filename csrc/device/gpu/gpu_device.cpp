@@ -11,6 +11,7 @@ constexpr uint64_t kPage = 4096;
 constexpr int kMaxIoSets = 64;
 constexpr size_t kMaxTimedSteps = 65536;
 constexpr uint64_t kMergeBytes = 64 << 10;   // that are copied sooner than a second copy starts
+constexpr uint64_t kRowBytes = 64;           // of a row of pages at least
 
 uint64_t round_up(uint64_t nbytes, uint64_t to) { return (nbytes + to - 1) / to * to; }
 
@@ -186,6 +187,20 @@ void GpuDevice::bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outp
   ranges_.reserve(std::max({inputs_.size(), outputs_.size(), size_t{1}}));  // submit() allocates nothing
 }
 
+void GpuDevice::bind_page_table(const PageTable& table) {
+  const std::lock_guard lock(mutex_);
+  require_unsealed("bind the page table");
+  const auto fits = [&](uint64_t offset) { return offset % sizeof(int32_t) == 0 && offset < input_bytes_; };
+  if (!fits(table.offset) || !fits(table.context_lens) || table.row_bytes < sizeof(int32_t) || table.page_size < 1) {
+    throw DeviceError("a page table needs offsets within the " + std::to_string(input_bytes_) +
+                      " bytes of inputs, rows of 4 bytes or more and a page size of 1 or more, but has offset " +
+                      std::to_string(table.offset) + ", context lengths at " + std::to_string(table.context_lens) +
+                      ", rows of " + std::to_string(table.row_bytes) + " bytes and a page size of " +
+                      std::to_string(table.page_size));
+  }
+  page_table_ = table;
+}
+
 std::shared_ptr<Region> GpuDevice::host_io() const {
   const std::lock_guard lock(mutex_);
   require_open();
@@ -293,14 +308,30 @@ void GpuDevice::require_free(IoSet& set, int index) {
   set.busy = false;
 }
 
-// Fills ranges_ with the parts of [begin, end) that a step uses.
-void GpuDevice::ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end) {
+// How much a step uses of each row of its page table; 0 where rows are copied whole: short ones, since one copy more
+// takes longer than a few bytes, and what does not fit, of which ranges_of tells.
+uint64_t GpuDevice::page_row_bytes(const IoSet& set, const StepSizes& sizes) const {
+  const PageTable& table = page_table_;
+  const auto rows = static_cast<uint64_t>(sizes.num_seqs);
+  if (table.row_bytes == 0 || rows == 0 || rows * table.row_bytes <= kMergeBytes) return 0;
+  if (rows > (input_bytes_ - table.offset) / table.row_bytes) return 0;
+  if (rows > (input_bytes_ - table.context_lens) / sizeof(int32_t)) return 0;
+  const auto* lengths = reinterpret_cast<const int32_t*>(set.host + table.context_lens);
+  const int32_t longest = std::max(1, *std::max_element(lengths, lengths + rows));
+  const auto pages = static_cast<uint64_t>((longest - 1) / table.page_size) + 1;
+  const uint64_t used = round_up(pages * sizeof(int32_t), kRowBytes);
+  return used < table.row_bytes ? used : 0;
+}
+
+// Fills ranges_ with the parts of [begin, end) that a step uses, but for the tensor at `without`.
+void GpuDevice::ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end,
+                          uint64_t without) {
   ranges_.clear();
   if (extents.empty() && begin < end) ranges_.push_back({begin, end});
   const std::array<int64_t, 3> scalars = {sizes.num_tokens, sizes.num_seqs, sizes.num_logit_rows};
   for (const IoExtent& e : extents) {
     const uint64_t items = e.extra + (e.scalar < 0 ? 0 : static_cast<uint64_t>(scalars[static_cast<size_t>(e.scalar)]));
-    if (items == 0) continue;
+    if (items == 0 || e.offset == without) continue;
     const uint64_t limit = end - std::min(e.offset, end);
     if (e.offset < begin || e.item_bytes > limit / items) {
       throw DeviceError("a step uses " + std::to_string(items) + " x " + std::to_string(e.item_bytes) +
@@ -323,7 +354,15 @@ void GpuDevice::stage(const IoSet& set, const StepSizes& sizes) {
     std::memcpy(set.host + step_sizes_offset_, values.data(), sizeof(values));
   }
   const Address io = regions_[static_cast<size_t>(RegionKind::Io)]->address();
-  ranges_of(inputs_, sizes, 0, input_bytes_);
+  const uint64_t row_bytes = page_row_bytes(set, sizes);
+  if (row_bytes > 0) {
+    const PageTable& table = page_table_;
+    context_->check(context_->driver().copy_rows_to_device(io + table.offset, set.host + table.offset, table.row_bytes,
+                                                           row_bytes, static_cast<size_t>(sizes.num_seqs),
+                                                           stream_->get()),
+                    "copy a step's page table");
+  }
+  ranges_of(inputs_, sizes, 0, input_bytes_, row_bytes > 0 ? page_table_.offset : UINT64_MAX);
   for (const CopyRange& r : ranges_) {
     context_->check(context_->call().copy_to_device(io + r.begin, set.host + r.begin, r.end - r.begin, stream_->get()),
                     "copy a step's inputs");

@@ -43,6 +43,13 @@ struct IoExtent {
   uint64_t extra;
 };
 
+// The page table among the inputs: a row of `row_bytes` for each sequence, of which a step uses an int32 for every
+// `page_size` positions of its sequence, as the int32 per sequence at `context_lens` says.
+struct PageTable {
+  uint64_t offset = 0, row_bytes = 0, context_lens = 0;
+  int32_t page_size = 1;
+};
+
 // Methods may be called from any thread. After seal() nothing is allocated, loaded or instantiated any more. Each
 // throws DeviceLostError once the device is lost.
 class GpuDevice {
@@ -65,6 +72,8 @@ class GpuDevice {
   void allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_sizes_offset);
   // Limits what a step copies to what its sizes say. Ranges that are near each other are copied in one.
   void bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outputs);
+  // Limits what a step copies of a page table's rows to what its longest sequence uses.
+  void bind_page_table(const PageTable& table);
   // The host's copies of region io, one per set, each beginning at a multiple of 4096 bytes.
   std::shared_ptr<Region> host_io() const;
 
@@ -110,7 +119,9 @@ class GpuDevice {
   void clear(const DeviceMemory& memory);
   GpuGraph& graph_of(int graph, const StepSizes& sizes, int io_set);
   void require_free(IoSet& set, int index);
-  void ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end);
+  uint64_t page_row_bytes(const IoSet& set, const StepSizes& sizes) const;
+  void ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end,
+                 uint64_t without = UINT64_MAX);
   void stage(const IoSet& set, const StepSizes& sizes);
   void collect(const IoSet& set, const StepSizes& sizes);
   template <typename Count>
@@ -132,6 +143,7 @@ class GpuDevice {
   uint64_t input_bytes_ = 0, io_bytes_ = 0;
   int64_t step_sizes_offset_ = -1;
   std::vector<IoExtent> inputs_, outputs_;
+  PageTable page_table_;  // row_bytes is 0 where nobody named one
   std::vector<CopyRange> ranges_;  // of the step that is being submitted
   std::unique_ptr<StepTimes> times_;
   Ticket last_ticket_ = 0, done_ticket_ = 0;

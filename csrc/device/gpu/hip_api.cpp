@@ -33,6 +33,7 @@ class HipDriver final : public Driver {
     resolve(set_device_, "hipSetDevice");
     resolve(malloc_, "hipMalloc");
     resolve(free_, "hipFree");
+    resolve(copy_2d_, "hipMemcpy2DAsync");
     resolve(add_kernel_, "hipGraphAddKernelNode");
     resolve(launch_, "hipModuleLaunchKernel");
   }
@@ -75,6 +76,12 @@ class HipDriver final : public Driver {
     return status::kSuccess;
   }
   Status deallocate(const Allocation& allocation) const override { return free_(allocation.address); }
+
+  Status copy_rows_to_device(Address to, const void* from, size_t pitch, size_t width, size_t rows,
+                             Handle stream) const override {
+    constexpr int kHostToDevice = 1;  // hipMemcpyHostToDevice
+    return copy_2d_(to, pitch, from, pitch, width, rows, kHostToDevice, stream);
+  }
 
   Status prepare(const KernelLaunch&) const override { return status::kSuccess; }
   // HIP has no call that tells; the artifact's verifier reads them from the code object instead.
@@ -137,6 +144,8 @@ class HipDriver final : public Driver {
   Status (*set_device_)(int);
   Status (*malloc_)(Address*, size_t);
   Status (*free_)(Address);
+  Status (*copy_2d_)(Address to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows,
+                     int kind, Handle stream);
   Status (*add_kernel_)(Handle* node, Handle graph, const Handle* predecessors, size_t count, const KernelNodeParams*);
   Status (*launch_)(Handle function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                     unsigned shared_bytes, Handle stream, void** params, void** extra);

@@ -121,6 +121,12 @@ Status cuMemHostUnregister(void* memory) { return host_unregister(memory); }
 Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, Handle stream) {
   return copy("copy_to_device", reinterpret_cast<void*>(to), from, bytes, stream);
 }
+Status cuMemcpy2DAsync_v2(const Copy2D* c, Handle stream) {
+  if (c->src_type != kMemoryHost || c->dst_type != kMemoryDevice || c->src_pitch != c->dst_pitch) {
+    return status::kInvalidValue;
+  }
+  return copy_rows(reinterpret_cast<void*>(c->dst_device), c->src_host, c->src_pitch, c->width, c->height, stream);
+}
 Status cuMemcpyDtoHAsync_v2(void* to, Address from, size_t bytes, Handle stream) {
   return copy("copy_to_host", to, reinterpret_cast<void*>(from), bytes, stream);
 }

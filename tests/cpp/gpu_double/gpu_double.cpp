@@ -367,6 +367,20 @@ Status copy(const char* entry, void* to, const void* from, size_t bytes, Handle 
   return status::kSuccess;
 }
 
+Status copy_rows(void* to, const void* from, size_t pitch, size_t width, size_t rows, Handle stream) {
+  if (const Call call("copy_rows", "pitch=%zu width=%zu rows=%zu stream=%d", pitch, width, rows, as<Stream>(stream).id);
+      call.fails()) {
+    return call.code();
+  }
+  const std::lock_guard lock(state().mutex);
+  enqueue(stream, [=] {
+    for (size_t i = 0; i < rows * pitch; i += pitch) {
+      std::memcpy(static_cast<char*>(to) + i, static_cast<const char*>(from) + i, width);
+    }
+  });
+  return status::kSuccess;
+}
+
 Status fill(void* to, unsigned char value, size_t bytes, Handle stream) {
   if (const Call call("fill", "bytes=%zu value=%d", bytes, value); call.fails()) return call.code();
   const std::lock_guard lock(state().mutex);

@@ -71,6 +71,7 @@ Status event_query(Handle event);
 Status event_synchronize(Handle event);
 Status event_elapsed(float* milliseconds, Handle start, Handle end);
 Status copy(const char* entry, void* to, const void* from, size_t bytes, Handle stream);
+Status copy_rows(void* to, const void* from, size_t pitch, size_t width, size_t rows, Handle stream);
 Status fill(void* to, unsigned char value, size_t bytes, Handle stream);
 Status graph_create(Handle* graph);
 Status graph_destroy(Handle graph);

@@ -77,6 +77,11 @@ Status hipHostUnregister(void* memory) { return host_unregister(memory); }
 Status hipMemcpyHtoDAsync(Address to, const void* from, size_t bytes, Handle stream) {
   return copy("copy_to_device", reinterpret_cast<void*>(to), from, bytes, stream);
 }
+Status hipMemcpy2DAsync(Address to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows,
+                        int kind, Handle stream) {
+  if (kind != 1 || to_pitch != from_pitch) return status::kInvalidValue;
+  return copy_rows(reinterpret_cast<void*>(to), from, from_pitch, width, rows, stream);
+}
 Status hipMemcpyDtoHAsync(void* to, Address from, size_t bytes, Handle stream) {
   return copy("copy_to_host", to, reinterpret_cast<void*>(from), bytes, stream);
 }
