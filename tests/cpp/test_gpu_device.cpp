@@ -6,8 +6,10 @@
 #include <atomic>
 #include <cstdlib>
 #include <new>
+#include <set>
 #include <thread>
 
+#include "device/gpu/gpu_files.h"
 #include "gpu_fixture.h"
 
 using namespace tokenspeed::device;
@@ -198,6 +200,45 @@ TEST(rows_of_a_page_table_are_copied_as_far_as_they_are_used) {
     driver.fail("copy_rows", 1, 1);
     CHECK(contains(error_of([&] { copies(200, 64); }), "cannot copy a step's page table"));
   }
+}
+
+TEST(many_files_are_loaded_by_several_threads) {
+  char path[] = "/tmp/tokenspeed-files-XXXXXX";
+  const int descriptor = mkstemp(path);
+  CHECK(descriptor >= 0);
+  for (const Backend backend : kBackends) {
+    Ready r(backend);
+    // One file with all of it: three code objects, then eight graphs.
+    std::vector<std::byte> all(100);
+    std::vector<BinaryFile> binaries;
+    std::vector<FileRange> graphs;
+    const auto append = [&](const std::string& label, const std::vector<std::byte>& bytes) {
+      const FileRange range{label, path, all.size(), bytes.size()};
+      all.insert(all.end(), bytes.begin(), bytes.end());
+      return range;
+    };
+    for (const char* name : {"a", "b", "c"}) binaries.push_back({name, append(name, code_object(backend, "add"))});
+    for (int i = 0; i < 8; ++i) graphs.push_back(append("graph " + std::to_string(i), two_nodes().encode()));
+    CHECK(ftruncate(descriptor, 0) == 0 && pwrite(descriptor, all.data(), all.size(), 0) == ssize_t(all.size()));
+    load_binaries(*r.device, binaries, 4);
+    std::vector<int> handles = load_graphs(*r.device, graphs, 0, 4);
+    CHECK(load_graphs(*r.device, {}, 0, 4).empty() && r.device->counters(false).modules_loaded == 4);
+    CHECK(handles.size() == 8 && std::set<int>(handles.begin(), handles.end()).size() == 8);
+    graphs[5].offset += 1;
+    CHECK(contains(error_of([&] { load_graphs(*r.device, graphs, 0, 1); }), "graph 5 cannot be loaded: "));
+    graphs[2].nbytes = all.size();
+    CHECK(contains(error_of([&] { load_graphs(*r.device, graphs, 0, 4); }), "graph 2 cannot be loaded: it cannot be read"));
+    graphs[0].path = "/nonexistent";
+    CHECK(contains(error_of([&] { load_graphs(*r.device, graphs, 0, 4); }),
+                   "graph 0 cannot be loaded: it cannot be read: No such file"));
+    CHECK(throws<DeviceError>([&] { load_binaries(*r.device, binaries, 4); }));  // they are loaded already
+    r.device->seal();
+    r.input(0)[0] = 6;
+    r.device->wait(r.device->submit(handles[7], {1, 1, 1}, 0));
+    CHECK(r.output(0)[0] == 23);
+  }
+  close(descriptor);
+  unlink(path);
 }
 
 TEST(copied_rows_arrive_where_they_belong) {

@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenspeed import _native
-from tokenspeed.artifact import DEVICE_ABI, DEVICE_LIBRARY, NATIVE_LIBRARY, Artifact, BinaryEntry, TargetSection
+from tokenspeed.artifact import DEVICE_ABI, DEVICE_LIBRARY, NATIVE_LIBRARY, Artifact, TargetSection
 from tokenspeed.errors import ArtifactError, ResourceError, UsageError
 from tokenspeed.runtime import drivers, trace
 from tokenspeed.runtime.executor import Executor
-from tokenspeed.runtime.places import Place, choose_place
+from tokenspeed.runtime.places import FilePlace, Place, choose_place
 from tokenspeed.runtime.tokenizer import Tokenizer
 from tokenspeed.target import Target
 
@@ -31,10 +31,6 @@ TOKENIZER = "tokenizer/tokenizer.json"
 LARGE_TOKENIZER_BYTES = 4 << 20
 """The library that parses tokenizers keeps the interpreter's lock meanwhile: a quarter of a second for a vocabulary of
 100000. One that is larger than this waits until the weights stream, which needs no lock."""
-
-
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True)
@@ -200,9 +196,13 @@ class _Preparation:
             self.weights_on_their_way.set()
             self._allocate()
             with _timed(self._seconds, "modules"):
-                _each(self.place.load_threads, self._load_binary, self.section.binaries)
+                self._load_binaries()
             with _timed(self._seconds, "graphs"):
-                self._load_graphs()
+                self.graphs = self._load_graphs([bucket.graph for bucket in self.section.buckets])
+                measured = self.section.ceilings if options.measure else ()
+                handles = self._load_graphs([ceiling.graph for ceiling in measured])
+                loaded = zip(measured, handles, strict=True)
+                self.ceilings = {c.kind: LoadedCeiling(graph, c.work, c.num_tokens) for c, graph in loaded}
         finally:
             weights.join()
         weights.result()
@@ -248,47 +248,26 @@ class _Preparation:
             except _native.DeviceError as e:  # a limit that the place does not see, such as `ulimit -v`
                 raise ResourceError(f"cannot allocate memory: {e}", hint="lower --kv-gib") from None
 
-    def _load_binary(self, binary: BinaryEntry) -> None:
+    def _load_binaries(self) -> None:
+        files = [(binary.name, *self._place_of(binary.file)) for binary in self.section.binaries]
+        with self._rebuild_if_damaged():
+            self.place.load_binaries(self.device, files)
+
+    def _load_graphs(self, names: Sequence[str]) -> list[int]:
+        with self._rebuild_if_damaged():
+            files = [self._place_of(name) for name in names]
+            return self.place.load_graphs(self.device, files, self.section.kv_page_bytes)
+
+    def _place_of(self, name: str) -> FilePlace:
+        at = self._artifact.locate(name)
+        return name, str(at.path), at.offset, at.bytes
+
+    @contextmanager
+    def _rebuild_if_damaged(self) -> Iterator[None]:
         try:
-            self.device.load_binary(binary.name, self._artifact.read(binary.file))
+            yield
         except _native.GraphError as e:
-            raise ArtifactError(f"{binary.file} cannot be loaded: {e}", hint="rebuild the artifact") from None
-
-    def _load_graphs(self) -> None:
-        names = [bucket.graph for bucket in self.section.buckets]
-        self.graphs = _each(self.place.load_threads, self._load_graph, names)
-        measured = self.section.ceilings if self._options.measure else ()
-        self.ceilings = {c.kind: LoadedCeiling(self._load_graph(c.graph), c.work, c.num_tokens) for c in measured}
-
-    def _load_graph(self, name: str) -> int:
-        try:
-            return int(self.device.load_graph(self._artifact.read(name), self.section.kv_page_bytes))
-        except _native.GraphError as e:
-            raise ArtifactError(f"{name} cannot be loaded: {e}", hint="rebuild the artifact") from None
-
-
-def _each(threads: int, work: Callable[[_Item], _Result], items: Sequence[_Item]) -> list[_Result]:
-    """``work`` of every item, in order, on this thread and ``threads`` - 1 others. Raises the error of the first item
-    that has one, when all threads have ended."""
-    results: dict[int, _Result] = {}
-    errors: dict[int, BaseException] = {}
-    numbers = iter(range(len(items)))  # taking the next one is a single step of the interpreter
-
-    def run() -> None:
-        for number in numbers:
-            try:
-                results[number] = work(items[number])
-            except BaseException as e:  # carried to the caller
-                errors[number] = e
-                return
-
-    others = [_Background("tokenspeed-load", run) for _ in range(min(threads, len(items)) - 1)]
-    run()
-    for other in others:
-        other.result()
-    if errors:
-        raise errors[min(errors)]
-    return [results[number] for number in range(len(items))]
+            raise ArtifactError(str(e), hint="rebuild the artifact") from None
 
 
 @contextmanager

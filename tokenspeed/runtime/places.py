@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 from tokenspeed import _native
 from tokenspeed.artifact import Manifest, TargetSection, choose_target
@@ -30,15 +30,20 @@ KV_SHARE_OF_HOST = 0.25
 system hands the pages out as they are first used."""
 
 
+FilePlace: TypeAlias = tuple[str, str, int, int]
+"""A file of an artifact: its name there, the path that holds it, where in that, and how many bytes."""
+LOAD_THREADS = 4
+"""That load code objects and graphs onto a GPU."""
+
+
 class Place(Protocol):
-    """What the loader asks. ``io_sets`` is also the number of steps that may be in flight."""
+    """What the loader asks. ``io_sets`` is also the number of steps that may be in flight. Of binaries to load, the
+    name by which graphs launch from them comes first; a GraphError while loading begins with the name of the file."""
 
     @property
     def io_sets(self) -> int: ...
     @property
     def threads(self) -> int: ...
-    @property
-    def load_threads(self) -> int: ...  # that load code objects and graphs
     @property
     def kv_share(self) -> float: ...  # of what is free beside weights and buffers, that KV pages may take
     @property
@@ -48,6 +53,8 @@ class Place(Protocol):
     def open(self) -> Any: ...
     def available(self, device: Any) -> int: ...
     def allocate_io(self, device: Any, section: TargetSection, page_size: int) -> None: ...
+    def load_binaries(self, device: Any, files: Sequence[tuple[str, str, str, int, int]]) -> None: ...
+    def load_graphs(self, device: Any, files: Sequence[FilePlace], kv_page_bytes: int) -> list[int]: ...
     def settle(self, device: Any) -> None: ...  # moves weights to where they are read fastest, if they are not there
     def time_steps(self, device: Any) -> None: ...  # has the device time them itself, where it can
     def describe(self) -> str: ...
@@ -185,7 +192,6 @@ class CpuPlace:
     """This machine's processors. ``threads`` None uses every core this process may use."""
 
     io_sets = 1
-    load_threads = 1
     kv_share = KV_SHARE_OF_HOST
     memory = "memory"
     free_hint = "free memory"
@@ -206,6 +212,12 @@ class CpuPlace:
     def allocate_io(self, device: Any, section: TargetSection, page_size: int) -> None:
         device.allocate("io", section.io_bytes)
 
+    def load_binaries(self, device: Any, files: Sequence[tuple[str, str, str, int, int]]) -> None:
+        assert not files, "a CPU's kernels are in the native module"
+
+    def load_graphs(self, device: Any, files: Sequence[FilePlace], kv_page_bytes: int) -> list[int]:
+        return [_load_graph(device, file, kv_page_bytes) for file in files]
+
     def settle(self, device: Any) -> None:
         device.settle()
 
@@ -214,6 +226,18 @@ class CpuPlace:
 
     def describe(self) -> str:
         return f"{self.threads} threads"
+
+
+def _load_graph(device: Any, file: FilePlace, kv_page_bytes: int) -> int:
+    name, path, offset, nbytes = file
+    try:
+        with open(path, "rb") as f:
+            f.seek(offset)
+            return int(device.load_graph(f.read(nbytes), kv_page_bytes))
+    except OSError as e:
+        raise ArtifactError(f"cannot read {name}: {e.strerror}") from None
+    except _native.GraphError as e:
+        raise _native.GraphError(f"{name} cannot be loaded: {e}") from None
 
 
 SPIN_SECONDS, SPIN_CORES = 0.02, 4
@@ -229,7 +253,6 @@ class GpuPlace:
     """One GPU."""
 
     io_sets = STEPS_IN_FLIGHT
-    load_threads = 4
     threads = 0
     kv_share = 1.0
 
@@ -259,6 +282,13 @@ class GpuPlace:
         device.bind_io(_extents(section.io, names, inside=False), _extents(section.io, names, inside=True))
         row_bytes = table.nbytes // table.shape[0]
         device.bind_page_table(table.offset, row_bytes, placed["context_lens"].offset, page_size)
+
+    def load_binaries(self, device: Any, files: Sequence[tuple[str, str, str, int, int]]) -> None:
+        device.load_binaries(list(files), LOAD_THREADS)
+
+    def load_graphs(self, device: Any, files: Sequence[FilePlace], kv_page_bytes: int) -> list[int]:
+        handles: list[int] = device.load_graphs(list(files), kv_page_bytes, LOAD_THREADS)
+        return handles
 
     def settle(self, device: Any) -> None:
         pass  # weights on a GPU have nowhere better to be
