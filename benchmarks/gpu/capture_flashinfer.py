@@ -30,7 +30,6 @@ from typing import Any, TypeAlias
 
 import triton
 import triton.language as tl
-from tokenspeed.kernels.flashinfer_specs import flashinfer_specs
 
 from tokenspeed import _native
 from tokenspeed.bucket import Bucket, BucketTable, StepLimits
@@ -42,6 +41,7 @@ from tokenspeed.compile.lower import Binary, LoweredTarget, lower_target, plan_t
 from tokenspeed.compile.models import build_program
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
 from tokenspeed.graph import Access, Argument, Int, Launch, LaunchGraph, Node, Pointer, Region
+from tokenspeed.kernels.flashinfer_specs import flashinfer_specs
 from tokenspeed.kernels.registry import DeviceKernel, Registry
 from tokenspeed.kernels.triton_specs import triton_registry
 from tokenspeed.runtime.executor import IO_SET_ALIGNMENT
