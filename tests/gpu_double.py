@@ -97,17 +97,20 @@ class GpuDouble:
             raise _native.GraphError(f"the code object '{name}' is damaged: it is no ELF file")
         self.binaries[name] = data
 
-    def load_binaries(self, files: Sequence[tuple[str, str, str, int, int]], num_threads: int) -> None:
-        for name, label, path, offset, nbytes in files:
+    def load_files(
+        self,
+        binaries: Sequence[tuple[str, str, str, int, int]],
+        graphs: Sequence[tuple[str, str, int, int]],
+        kv_page_stride: int,
+        num_threads: int,
+    ) -> tuple[list[int], float, float]:
+        for name, label, path, offset, nbytes in binaries:
             try:
                 self.load_binary(name, Path(path).read_bytes()[offset : offset + nbytes])
             except _native.GraphError as e:
                 raise _native.GraphError(f"{label} cannot be loaded: {e}") from None
-
-    def load_graphs(
-        self, files: Sequence[tuple[str, str, int, int]], kv_page_stride: int, num_threads: int
-    ) -> list[int]:
-        return [self.load_graph(Path(path).read_bytes()[at : at + n], kv_page_stride) for _, path, at, n in files]
+        read = [Path(path).read_bytes()[offset : offset + nbytes] for _, path, offset, nbytes in graphs]
+        return [self.load_graph(data, kv_page_stride) for data in read], 0.001, 0.002
 
     def load_graph(self, data: bytes, kv_page_stride: int) -> int:
         if self.graphs_fail:

@@ -353,15 +353,12 @@ class GpuDevice:
         pages are kv_page_stride bytes apart. Raises GraphError, naming node and argument, DeviceError.
         """
 
-    def load_binaries(self, files: Sequence[tuple[str, str, str, int, int]], num_threads: int) -> None:
+    def load_files(self, binaries: Sequence[tuple[str, str, str, int, int]], graphs: Sequence[tuple[str, str, int, int]], kv_page_stride: int, num_threads: int) -> tuple[list[int], float, float]:
         """
-        load_binary for each of (name, label, path, offset, bytes), read and loaded by num_threads threads. Raises
-        the error of the first file that has one; a GraphError begins with its label.
-        """
-
-    def load_graphs(self, files: Sequence[tuple[str, str, int, int]], kv_page_stride: int, num_threads: int) -> list[int]:
-        """
-        load_graph for each of (label, path, offset, bytes), likewise; returns the handles in the order of files.
+        load_binary for each of (name, label, path, offset, bytes), then load_graph for each of (label, path,
+        offset, bytes), read and loaded by num_threads threads. Returns the handles of the graphs in their order,
+        and the seconds that binaries and graphs took. Raises the error of the first file that has one; a
+        GraphError begins with its label.
         """
 
     def submit(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int = 0) -> int:

@@ -75,17 +75,18 @@ int load_graph(GpuDevice& device, const nb::bytes& data, uint64_t kv_page_stride
 using BinaryTuple = std::tuple<std::string, std::string, std::string, uint64_t, uint64_t>;
 using FileTuple = std::tuple<std::string, std::string, uint64_t, uint64_t>;
 
-void load_binary_files(GpuDevice& device, const std::vector<BinaryTuple>& tuples, int num_threads) {
-  std::vector<BinaryFile> files;
-  for (const auto& [name, label, path, offset, nbytes] : tuples) files.push_back({name, {label, path, offset, nbytes}});
-  load_binaries(device, files, num_threads);
-}
-
-std::vector<int> load_graph_files(GpuDevice& device, const std::vector<FileTuple>& tuples, uint64_t kv_page_stride,
-                                  int num_threads) {
-  std::vector<FileRange> files;
-  for (const auto& [label, path, offset, nbytes] : tuples) files.push_back({label, path, offset, nbytes});
-  return load_graphs(device, files, kv_page_stride, num_threads);
+std::tuple<std::vector<int>, double, double> load_files(GpuDevice& device, const std::vector<BinaryTuple>& binaries,
+                                                        const std::vector<FileTuple>& graphs, uint64_t kv_page_stride,
+                                                        int num_threads) {
+  std::vector<BinaryFile> binary_files;
+  std::vector<FileRange> graph_files;
+  for (const auto& [name, label, path, at, nbytes] : binaries) binary_files.push_back({name, {label, path, at, nbytes}});
+  for (const auto& [label, path, at, nbytes] : graphs) graph_files.push_back({label, path, at, nbytes});
+  const double start = Timeline::now();
+  load_binaries(device, binary_files, num_threads);
+  const double middle = Timeline::now();
+  auto handles = load_graphs(device, graph_files, kv_page_stride, num_threads);
+  return {std::move(handles), middle - start, Timeline::now() - middle};
 }
 
 void load_weights(GpuDevice& device, const std::string& path, uint64_t file_offset, uint64_t nbytes, int num_threads,
@@ -210,11 +211,11 @@ void bind_gpu_device(nb::module_& m) {
       .def("load_graph", &load_graph, "data"_a, "kv_page_stride"_a,
            "Check a LaunchGraph, bind it to regions and code objects, and instantiate it; returns its handle. KV\n"
            "pages are kv_page_stride bytes apart. Raises GraphError, naming node and argument, DeviceError.")
-      .def("load_binaries", &load_binary_files, "files"_a, "num_threads"_a, Release(),
-           "load_binary for each of (name, label, path, offset, bytes), read and loaded by num_threads threads. Raises\n"
-           "the error of the first file that has one; a GraphError begins with its label.")
-      .def("load_graphs", &load_graph_files, "files"_a, "kv_page_stride"_a, "num_threads"_a, Release(),
-           "load_graph for each of (label, path, offset, bytes), likewise; returns the handles in the order of files.")
+      .def("load_files", &load_files, "binaries"_a, "graphs"_a, "kv_page_stride"_a, "num_threads"_a, Release(),
+           "load_binary for each of (name, label, path, offset, bytes), then load_graph for each of (label, path,\n"
+           "offset, bytes), read and loaded by num_threads threads. Returns the handles of the graphs in their order,\n"
+           "and the seconds that binaries and graphs took. Raises the error of the first file that has one; a\n"
+           "GraphError begins with its label.")
       .def("submit", &submit, "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_set"_a = 0,
            "Queue a step behind those in flight and return its ticket: inputs of io set `io_set` to the device, the\n"
            "graph, outputs back. The set is the device's until wait(ticket). Raises DeviceError.")

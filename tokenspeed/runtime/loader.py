@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,7 +30,7 @@ POLL_SECONDS = 1e-4
 TOKENIZER = "tokenizer/tokenizer.json"
 LARGE_TOKENIZER_BYTES = 4 << 20
 """The library that parses tokenizers keeps the interpreter's lock meanwhile: a quarter of a second for a vocabulary of
-100000. One that is larger than this waits until the weights stream, which needs no lock."""
+100000. One that is larger than this waits until the weights stream and graphs are made, which needs no lock."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,8 @@ class _Preparation:
         num_pages: KV pages.
         target: the name of the section's target; None while that is not known.
         chosen: set once it is, or never will be.
-        weights_on_their_way: set once their loading has begun, or never will.
+        weights_on_their_way: set once their loading has begun and nothing else of the device waits for the
+            interpreter, or never will.
     """
 
     section: TargetSection
@@ -193,16 +194,8 @@ class _Preparation:
         weights = _Background("tokenspeed-weights", self._load_weights)
         try:
             self._wait_for_weights_region(weights)
-            self.weights_on_their_way.set()
             self._allocate()
-            with _timed(self._seconds, "modules"):
-                self._load_binaries()
-            with _timed(self._seconds, "graphs"):
-                self.graphs = self._load_graphs([bucket.graph for bucket in self.section.buckets])
-                measured = self.section.ceilings if options.measure else ()
-                handles = self._load_graphs([ceiling.graph for ceiling in measured])
-                loaded = zip(measured, handles, strict=True)
-                self.ceilings = {c.kind: LoadedCeiling(graph, c.work, c.num_tokens) for c, graph in loaded}
+            self._load_files()
         finally:
             weights.join()
         weights.result()
@@ -248,26 +241,32 @@ class _Preparation:
             except _native.DeviceError as e:  # a limit that the place does not see, such as `ulimit -v`
                 raise ResourceError(f"cannot allocate memory: {e}", hint="lower --kv-gib") from None
 
-    def _load_binaries(self) -> None:
-        files = [(binary.name, *self._place_of(binary.file)) for binary in self.section.binaries]
-        with self._rebuild_if_damaged():
-            self.place.load_binaries(self.device, files)
-
-    def _load_graphs(self, names: Sequence[str]) -> list[int]:
-        with self._rebuild_if_damaged():
-            files = [self._place_of(name) for name in names]
-            return self.place.load_graphs(self.device, files, self.section.kv_page_bytes)
+    def _load_files(self) -> None:
+        """Code objects, then graphs: those of the buckets, and of what is measured."""
+        section = self.section
+        measured = section.ceilings if self._options.measure else ()
+        binaries = [(binary.name, *self._place_of(binary.file)) for binary in section.binaries]
+        names = [*(bucket.graph for bucket in section.buckets), *(ceiling.graph for ceiling in measured)]
+        graphs = [self._place_of(name) for name in names]
+        self.weights_on_their_way.set()  # the next call does without the interpreter's lock until graphs are there
+        began = time.perf_counter()
+        try:
+            handles, for_binaries, for_graphs = self.place.load_files(
+                self.device, binaries, graphs, section.kv_page_bytes
+            )
+        except _native.GraphError as e:
+            raise ArtifactError(str(e), hint="rebuild the artifact") from None
+        self._seconds |= {"modules": for_binaries, "graphs": for_graphs}
+        if (current := trace.current()) is not None:
+            current.add("modules", began, began + for_binaries)
+            current.add("graphs", began + for_binaries, began + for_binaries + for_graphs)
+        self.graphs = handles[: len(section.buckets)]
+        loaded = zip(measured, handles[len(section.buckets) :], strict=True)
+        self.ceilings = {c.kind: LoadedCeiling(graph, c.work, c.num_tokens) for c, graph in loaded}
 
     def _place_of(self, name: str) -> FilePlace:
         at = self._artifact.locate(name)
         return name, str(at.path), at.offset, at.bytes
-
-    @contextmanager
-    def _rebuild_if_damaged(self) -> Iterator[None]:
-        try:
-            yield
-        except _native.GraphError as e:
-            raise ArtifactError(str(e), hint="rebuild the artifact") from None
 
 
 @contextmanager

@@ -6,6 +6,7 @@ A place opens its device and answers what the loader asks of either kind, so tha
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,13 +33,16 @@ system hands the pages out as they are first used."""
 
 FilePlace: TypeAlias = tuple[str, str, int, int]
 """A file of an artifact: its name there, the path that holds it, where in that, and how many bytes."""
+BinaryPlace: TypeAlias = tuple[str, str, str, int, int]
+"""A file of a code object: the name by which graphs launch from it, then as FilePlace."""
 LOAD_THREADS = 4
 """That load code objects and graphs onto a GPU."""
 
 
 class Place(Protocol):
-    """What the loader asks. ``io_sets`` is also the number of steps that may be in flight. Of binaries to load, the
-    name by which graphs launch from them comes first; a GraphError while loading begins with the name of the file."""
+    """What the loader asks. ``io_sets`` is also the number of steps that may be in flight. ``load_files`` returns the
+    handles of the graphs, and the seconds that binaries and graphs took: it is one call, so that a place may do without
+    the interpreter's lock all the while. A GraphError that it raises begins with the name of the file."""
 
     @property
     def io_sets(self) -> int: ...
@@ -53,8 +57,9 @@ class Place(Protocol):
     def open(self) -> Any: ...
     def available(self, device: Any) -> int: ...
     def allocate_io(self, device: Any, section: TargetSection, page_size: int) -> None: ...
-    def load_binaries(self, device: Any, files: Sequence[tuple[str, str, str, int, int]]) -> None: ...
-    def load_graphs(self, device: Any, files: Sequence[FilePlace], kv_page_bytes: int) -> list[int]: ...
+    def load_files(
+        self, device: Any, binaries: Sequence[BinaryPlace], graphs: Sequence[FilePlace], kv_page_bytes: int
+    ) -> tuple[list[int], float, float]: ...
     def settle(self, device: Any) -> None: ...  # moves weights to where they are read fastest, if they are not there
     def time_steps(self, device: Any) -> None: ...  # has the device time them itself, where it can
     def describe(self) -> str: ...
@@ -212,11 +217,12 @@ class CpuPlace:
     def allocate_io(self, device: Any, section: TargetSection, page_size: int) -> None:
         device.allocate("io", section.io_bytes)
 
-    def load_binaries(self, device: Any, files: Sequence[tuple[str, str, str, int, int]]) -> None:
-        assert not files, "a CPU's kernels are in the native module"
-
-    def load_graphs(self, device: Any, files: Sequence[FilePlace], kv_page_bytes: int) -> list[int]:
-        return [_load_graph(device, file, kv_page_bytes) for file in files]
+    def load_files(
+        self, device: Any, binaries: Sequence[BinaryPlace], graphs: Sequence[FilePlace], kv_page_bytes: int
+    ) -> tuple[list[int], float, float]:
+        assert not binaries, "a CPU's kernels are in the native module"
+        began = time.perf_counter()
+        return [_load_graph(device, file, kv_page_bytes) for file in graphs], 0.0, time.perf_counter() - began
 
     def settle(self, device: Any) -> None:
         device.settle()
@@ -283,12 +289,11 @@ class GpuPlace:
         row_bytes = table.nbytes // table.shape[0]
         device.bind_page_table(table.offset, row_bytes, placed["context_lens"].offset, page_size)
 
-    def load_binaries(self, device: Any, files: Sequence[tuple[str, str, str, int, int]]) -> None:
-        device.load_binaries(list(files), LOAD_THREADS)
-
-    def load_graphs(self, device: Any, files: Sequence[FilePlace], kv_page_bytes: int) -> list[int]:
-        handles: list[int] = device.load_graphs(list(files), kv_page_bytes, LOAD_THREADS)
-        return handles
+    def load_files(
+        self, device: Any, binaries: Sequence[BinaryPlace], graphs: Sequence[FilePlace], kv_page_bytes: int
+    ) -> tuple[list[int], float, float]:
+        handles, for_binaries, for_graphs = device.load_files(list(binaries), list(graphs), kv_page_bytes, LOAD_THREADS)
+        return handles, for_binaries, for_graphs
 
     def settle(self, device: Any) -> None:
         pass  # weights on a GPU have nowhere better to be
