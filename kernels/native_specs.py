@@ -56,9 +56,14 @@ _ARGUMENTS: Mapping[str, tuple[ArgumentRule, ...]] = {
         "workspace attention, step num_tokens, step num_seqs, int num_heads, int num_kv_heads, int head_dim, "
         "int page_size, int page_stride, int pages_per_seq, int split_positions, float scale",
         "gather_rows": "read x, read logit_rows, write out, step num_logit_rows, int H",
-        "sample": "read logits, read logit_target, read temperature, read top_p, read min_p, read top_k, read seed, "
-        "read draw_position, read num_logprobs, read state_slot, write last_tokens, write out_token, "
-        "write out_logprob, write out_rank, write out_top_ids, write out_top_logprobs, step num_logit_rows, int V",
+        "adjust_logits": "read logits, read token_ids, read last_tokens, read positions, read cu_seqlens, "
+        "read adjust_seq, read adjust_row, read count_slot, read prompt_lens, read repetition_penalty, "
+        "read presence_penalty, read frequency_penalty, read cu_biases, read mask_row, read bias_ids, "
+        "read bias_values, read token_masks, update token_counts, write adjusted, sizes step_sizes, int V",
+        "sample": "read logits, read adjusted, read logit_target, read temperature, read top_p, read min_p, "
+        "read top_k, read seed, read draw_position, read num_logprobs, read state_slot, read adjustment, "
+        "write last_tokens, write out_token, write out_logprob, write out_rank, write out_top_ids, "
+        "write out_top_logprobs, step num_logit_rows, int V",
     }.items()
 }
 
@@ -97,6 +102,7 @@ def native_specs() -> Iterator[KernelSpec]:
             yield _spec("paged_attention", dtype, isa, split, workspace=attention_workspace)
     for isa in ("avx2", "avx512"):
         yield _spec("gather_rows", None, isa)
+        yield _spec("adjust_logits", None, isa)
         yield _spec("sample", None, isa)
 
 

@@ -93,6 +93,8 @@ class ArgumentKind(StrEnum):
     """Pointer to the operand of this name."""
     WRITE = "write"
     """Pointer to the result of this name."""
+    UPDATE = "update"
+    """Pointer to the result of this name, which overwrites an operand that the kernel reads."""
     WORKSPACE = "workspace"
     """Pointer to the kernel's workspace in the arena; of a library's kernel to its part of this name."""
     SHARED = "shared"
@@ -111,8 +113,8 @@ class ArgumentKind(StrEnum):
 
 
 _LETTERS: Mapping[ArgumentKind, str] = {
-    ArgumentKind.READ: "p", ArgumentKind.WRITE: "p", ArgumentKind.WORKSPACE: "p", ArgumentKind.SHARED: "p",
-    ArgumentKind.SIZES: "p",
+    ArgumentKind.READ: "p", ArgumentKind.WRITE: "p", ArgumentKind.UPDATE: "p", ArgumentKind.WORKSPACE: "p",
+    ArgumentKind.SHARED: "p", ArgumentKind.SIZES: "p",
     ArgumentKind.ROWS: "i", ArgumentKind.STEP: "i", ArgumentKind.INT: "i", ArgumentKind.FLOAT: "f",
 }  # fmt: skip
 

@@ -8,9 +8,9 @@ from __future__ import annotations
 from functools import cache
 
 from tokenspeed.kernels.registry import Registry
-from tokenspeed.kernels.triton import attention, embedding, gather, linear, norm, rope, sample
+from tokenspeed.kernels.triton import adjust, attention, embedding, gather, linear, norm, rope, sample
 
-FAMILIES = (embedding, norm, linear, rope, attention, gather, sample)
+FAMILIES = (embedding, norm, linear, rope, attention, gather, adjust, sample)
 """In the order in which a step runs them."""
 
 

@@ -28,6 +28,7 @@ class FakeInfo:
     vocab_size: int = 512
     max_model_len: int = 256
     max_top_logprobs: int = 20
+    penalties: bool = True
     artifact_digest: str = "0123456789abcdef0123"
 
 

@@ -72,7 +72,8 @@ class GpuDouble:
             raise _native.DeviceError("region io has parts on the host too: use allocate_io")
         self._cpu.allocate(region, nbytes)
 
-    def allocate_io(self, input_bytes: int, nbytes: int) -> None:
+    def allocate_io(self, input_bytes: int, nbytes: int, step_sizes_offset: int) -> None:
+        self._step_sizes_offset = step_sizes_offset
         self._cpu.allocate("io", nbytes)
         self._input_bytes, self._set_bytes = input_bytes, align(nbytes, 4096)
         self._host = bytearray(b"\xee" * self._set_bytes * self._num_sets)
@@ -197,8 +198,10 @@ class GpuDouble:
     def _copy(self, extents: list[Extent], sizes: tuple[int, int, int], io_set: int, *, to_device: bool) -> None:
         device = self._cpu.view("io")
         host = memoryview(self._host)[io_set * self._set_bytes :]
+        counts = host[self._step_sizes_offset :][:32].cast("i").tolist()
+        counts[:3] = sizes
         for offset, item_bytes, scalar, extra in extents:
-            nbytes = item_bytes * (extra + (sizes[scalar] if scalar >= 0 else 0))
+            nbytes = item_bytes * (extra + (counts[scalar] if scalar >= 0 else 0))
             if to_device:
                 device[offset : offset + nbytes] = host[offset : offset + nbytes]
             else:

@@ -10,6 +10,7 @@ from tiny_llama import tiny_config, tiny_program, tiny_weights
 
 from tokenspeed.bucket import BucketTable, StepLimits
 from tokenspeed.compile.checkpoint import ModelConfig
+from tokenspeed.compile.interpret import step_counts
 from tokenspeed.compile.interpret_graph import GraphInterpreter, Memory
 from tokenspeed.compile.lower import LoweredTarget, lower_program
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
@@ -57,6 +58,11 @@ class ByteDevice:
         self.placed = {tensor.name: tensor for tensor in low.io}
         self.table = BucketTable(low.graphs)
 
+    def counts(self, inputs: dict[str, Any]) -> Any:
+        """token_counts of the slots that the step of ``inputs`` counts."""
+        placed = next(tensor for tensor in self.low.state if tensor.name == "token_counts")
+        return self.memory.read(Region.STATE, placed, placed.shape[0])[counted_slots(inputs)]
+
     def run(self, inputs: dict[str, Any], seed: int | None = None) -> dict[str, Any]:
         """Run one step on its bucket's graph; with ``seed`` in a random order that respects the edges."""
         sizes = (len(inputs["token_ids"]), len(inputs["context_lens"]), len(inputs["logit_rows"]))
@@ -64,10 +70,21 @@ class ByteDevice:
         assert bucket is not None
         for tensor in INPUTS:
             self.memory.write(Region.IO, self.placed[tensor.name], inputs[tensor.name])
+        self.memory.write(Region.IO, self.placed["step_sizes"], step_sizes(inputs))
         graph = self.low.graphs[bucket]
         order = None if seed is None else random_order([node.predecessors for node in graph.nodes], seed)
         GraphInterpreter(REGISTRY, self.memory).run(graph, *sizes, order=order)
         return {t.name: self.memory.read(Region.IO, self.placed[t.name], sizes[2]) for t in OUTPUTS}
+
+
+def counted_slots(inputs: dict[str, Any]) -> Any:
+    """Slots whose tokens the step of ``inputs`` counts."""
+    return inputs["count_slot"][inputs["count_slot"] >= 0]
+
+
+def step_sizes(inputs: dict[str, Any]) -> Any:
+    """What a step of ``inputs`` has in step_sizes."""
+    return np.array([*step_counts(inputs), 0, 0], np.int32)
 
 
 def random_order(predecessors: list[tuple[int, ...]], seed: int) -> list[int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from array import array
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 from zlib import crc32
@@ -18,6 +19,8 @@ from tokenspeed import _native
 
 VOCAB = 11
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+NO_PENALTIES = (1.0, 0.0, 0.0)
 
 
 def draw(seed: int, context: list[int]) -> int:
@@ -37,6 +40,11 @@ def expected_stream(prompt: list[int], seed: int, max_new: int, stops: list[int]
             return stream
 
 
+def tokens_of(context: list[int], prompt_len: int) -> tuple[int, set[int], Counter[int]]:
+    """What penalties look at: the tokens of the prompt, and how often each was drawn."""
+    return prompt_len, set(context[:prompt_len]), Counter(context[prompt_len:])
+
+
 def pages_for(positions: int, page_size: int) -> int:
     return -(-positions // page_size)
 
@@ -54,6 +62,8 @@ class Device:
         self.row = pages_for(config.max_model_len, config.page_size)
         self.kv = [self.GARBAGE] * (config.num_pages * config.page_size)
         self.last_tokens = [self.GARBAGE] * config.max_num_seqs
+        self.counts = [Counter({self.GARBAGE: 1}) for _ in range(config.max_num_seqs)]
+        self.in_prompt = [{self.GARBAGE} for _ in range(config.max_num_seqs)]
 
     def index(self, table: memoryview[int], position: int) -> int:
         return table[position // self.page_size] * self.page_size + position % self.page_size
@@ -63,6 +73,7 @@ class Device:
         row_of = {token_row: r for r, token_row in enumerate(step.logit_rows)}
         for s in range(step.num_seqs):
             table = step.page_table[s * self.row : (s + 1) * self.row]
+            counted = self.count(step, s)
             for t in range(step.cu_seqlens[s], step.cu_seqlens[s + 1]):
                 token, position = step.token_ids[t], step.positions[t]
                 if token < 0:
@@ -76,10 +87,30 @@ class Device:
                 assert step.draw_position[r] == position + 1
                 target = step.logit_target[r]
                 out[r] = draw(step.seed[r], context) if target < 0 else target
+                if target < 0 and counted is not None and counted != tokens_of(context, counted[0]):
+                    out[r] = (out[r] + 1) % VOCAB  # whoever counts wrongly draws wrongly
                 if step.state_slot[r] >= 0:
                     self.last_tokens[step.state_slot[r]] = out[r]
             assert step.context_lens[s] == step.positions[step.cu_seqlens[s + 1] - 1] + 1
         return out
+
+    def count(self, step: Any, s: int) -> tuple[int, set[int], Counter[int]] | None:
+        """Enter the tokens of sequence ``s`` where penalties count them: what ``tokens_of`` its context should be."""
+        for a in range(len(step.adjust_seq)):
+            slot = step.count_slot[a]
+            if step.adjust_seq[a] != s or slot < 0:
+                continue
+            begin, end, prompt_len = step.cu_seqlens[s], step.cu_seqlens[s + 1], step.prompt_lens[a]
+            if step.positions[begin] == 0:
+                self.counts[slot], self.in_prompt[slot] = Counter(), set()
+            for t in range(begin, end):
+                token = step.token_ids[t] if step.token_ids[t] >= 0 else self.last_tokens[-1 - step.token_ids[t]]
+                if step.positions[t] < prompt_len:
+                    self.in_prompt[slot].add(token)
+                else:
+                    self.counts[slot][token] += 1
+            return prompt_len, self.in_prompt[slot], self.counts[slot]
+        return None
 
 
 @dataclass
@@ -91,11 +122,16 @@ class Request:
     num_prompt_logprobs: int
     expected: list[tuple[int, str | None]]
     max_new: int
+    adjustments: dict[str, Any]
     num_drawn: int = 0
     num_drawing: int = 0  # in flight
     num_prompt_rows: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int = -1
+
+    @property
+    def penalties(self) -> tuple[float, ...]:
+        return tuple(self.adjustments.get(name, off) for name, off in zip(PENALTIES, NO_PENALTIES, strict=True))
 
     def known(self) -> list[int]:
         return self.prompt + [token for token, _ in self.expected[: self.num_drawn]]
@@ -127,7 +163,15 @@ class Harness:
     # -- what may be done ------------------------------------------------------------------------------
 
     def submit(
-        self, prompt: list[int], max_new: int, seed: int, *, logprobs: int, prompt_logprobs: int, stops: list[int]
+        self,
+        prompt: list[int],
+        max_new: int,
+        seed: int,
+        *,
+        logprobs: int,
+        prompt_logprobs: int,
+        stops: list[int],
+        adjustments: dict[str, Any] | None = None,
     ) -> None:
         id_, self.next_id = self.next_id, self.next_id + 1
         sampling = {"temperature": seed % 3 / 2, "top_p": 0.5 + seed % 2 / 2, "top_k": seed % 5, "min_p": seed % 4 / 4}
@@ -138,6 +182,7 @@ class Harness:
             num_prompt_logprobs=prompt_logprobs,
             stop_token_ids=stops,
             **sampling,
+            **(adjustments or {}),
         )
         total = len(prompt) + max_new
         servable = total <= self.config.max_model_len
@@ -152,7 +197,9 @@ class Harness:
         else:
             assert servable and not full
             expected = expected_stream(prompt, seed, max_new, stops)
-            self.live[id_] = Request(id_, prompt, sampling, logprobs, prompt_logprobs, expected, max_new)
+            self.live[id_] = Request(
+                id_, prompt, sampling, logprobs, prompt_logprobs, expected, max_new, adjustments or {}
+            )
         self.check_conservation()
 
     def plan(self) -> bool:
@@ -259,6 +306,7 @@ class Harness:
         assert sorted(members) == able[: len(members)]
 
         rows = list(step.rows)
+        adjusted = 0
         for s, id_ in enumerate(members):
             begin, end = step.cu_seqlens[s], step.cu_seqlens[s + 1]
             positions = list(step.positions[begin:end])
@@ -268,8 +316,15 @@ class Harness:
             taken = self.check_rows(step, rows, self.live[id_], begin, positions, id_ in decodes)
             rows = rows[taken:]
             complete = taken > 0 and not step.rows[len(step.rows) - len(rows) - 1][1]
+            draw_row = len(step.rows) - len(rows) - 1 if complete else -1
+            adjusted += self.check_adjustment(step, adjusted, s, self.live[id_], draw_row)
             assert complete or s == step.num_seqs - 1, "an incomplete prefill holds the line"
         assert not rows and list(step.logit_rows) == sorted(set(step.logit_rows))
+        assert len(step.adjust_seq) == adjusted and sum(a >= 0 for a in step.adjustment) == sum(
+            row >= 0 for row in step.adjust_row
+        )
+        assert len(step.token_masks) == (1 + max([*step.mask_row, -1])) * pages_for(VOCAB, 32)
+        assert len(step.bias_ids) == len(step.bias_values) == step.cu_biases[adjusted]
         slots = [request.slot for request in self.holders() if request.slot >= 0]
         assert len(set(slots)) == len(slots)
         return members
@@ -321,6 +376,28 @@ class Harness:
             assert is_prompt_row or step.state_slot[r] == request.slot >= 0
         return len(expected)
 
+    def check_adjustment(self, step: Any, a: int, s: int, request: Request, draw_row: int) -> int:
+        """Checks what sequence ``s`` asks of its logits, which would be adjustment ``a``; returns how many it has."""
+        asked, counts = request.adjustments, request.penalties != NO_PENALTIES
+        if not counts and (draw_row < 0 or not asked.keys() & {"bias_ids", "token_mask"}):
+            assert draw_row < 0 or step.adjustment[draw_row] == -1
+            return 0
+        assert draw_row < 0 or step.adjustment[draw_row] == a
+        assert (step.adjust_seq[a], step.adjust_row[a], step.prompt_lens[a]) == (s, draw_row, len(request.prompt))
+        if counts and request.slot < 0:
+            request.slot = step.count_slot[a]
+        assert step.count_slot[a] == (request.slot if counts else -1) and (request.slot >= 0 or not counts)
+        assert tuple(getattr(step, name)[a] for name in PENALTIES) == request.penalties
+        biases = slice(step.cu_biases[a], step.cu_biases[a + 1])
+        own = asked if draw_row >= 0 else {}
+        assert list(step.bias_ids[biases]) == own.get("bias_ids", [])
+        assert list(step.bias_values[biases]) == own.get("bias_values", [])
+        mask = step.mask_row[a]
+        assert (mask >= 0) == ("token_mask" in own) and (
+            mask < 0 or list(step.token_masks)[mask] == own["token_mask"][0]
+        )
+        return 1
+
 
 def random_config(rng: random.Random, max_in_flight: int) -> Any:
     """A config of numbers so small that every limit is met."""
@@ -336,7 +413,19 @@ def random_config(rng: random.Random, max_in_flight: int) -> Any:
         num_pages=rng.randint(pages_for(16, page_size), pages_for(48, page_size)),
         max_waiting=rng.randint(1, 8),
         max_in_flight=max_in_flight,
+        vocab_size=VOCAB,
     )
+
+
+def random_adjustments(rng: random.Random) -> dict[str, Any]:
+    """Penalties, biases and a mask, each for some requests; most have none. Exact in float32."""
+    adjustments: dict[str, Any] = {name: 0.25 * rng.randint(1, 6) for name in PENALTIES if rng.random() < 0.2}
+    if rng.random() < 0.2:
+        ids = sorted(rng.sample(range(VOCAB), rng.randint(1, 5)))
+        adjustments |= {"bias_ids": ids, "bias_values": [rng.randint(-8, 8) / 4 for _ in ids]}
+    if rng.random() < 0.2:
+        adjustments["token_mask"] = [rng.getrandbits(VOCAB)]
+    return adjustments
 
 
 def random_submit(rng: random.Random, harness: Harness) -> None:
@@ -347,4 +436,5 @@ def random_submit(rng: random.Random, harness: Harness) -> None:
         logprobs=rng.choice([-1, 0, 3]),
         prompt_logprobs=rng.choice([-1, -1, 0, 5]),
         stops=rng.sample(range(VOCAB), rng.choice([0, 0, 0, 1])),
+        adjustments=random_adjustments(rng),
     )

@@ -31,7 +31,7 @@ V3, V4 = Target("cpu", "x86-64-v3"), Target("cpu", "x86-64-v4")
 
 
 def manifest() -> Manifest:
-    sizes = {"T": 2, "S": 1, "P": 1, "R": 1}
+    sizes = {"T": 2, "S": 1, "P": 1, "R": 1, "V": 40, "C": 1}
     io, io_bytes = place(IO, sizes)
     state, state_bytes = place(STATE, sizes)
     section = TargetSection(

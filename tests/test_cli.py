@@ -169,7 +169,7 @@ def test_pinned_solutions(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> No
     ran = run("build", tiny_checkpoint, *out, "--force", "--solution", "linear=triton")
     ran.refused(5, "solution: need triton (pinned), have native", "pin op 'linear' to native, or pin nothing")
     ran = run("build", tiny_checkpoint, *out, "--force", "--solution", "convolution=native")
-    ran.refused(5, "op 'convolution' is pinned to 'native', but the program has only embedding, ")
+    ran.refused(5, "op 'convolution' is pinned to 'native', but the program has only adjust_logits, ")
     ran = run("build", tiny_checkpoint, *out, "--force", "--solution", "linear")
     ran.refused(2, "--solution is 'linear'; it must look like OP=SOLUTION, e.g. linear=native")
 
@@ -268,7 +268,7 @@ def test_explain(run: Run, tiny_artifact: Path) -> None:
     found = run("explain", tiny_artifact, "--op", "linear", "--json").json["targets"]
     assert {d["op"] for d in found[0]["decisions"]} == {"linear"}
     assert all(d["chosen"].startswith("linear_f32_") for d in found[0]["decisions"])
-    run("explain", tiny_artifact, "--op", "conv").refused(2, "nothing matches", "the ops are embedding, gather_rows")
+    run("explain", tiny_artifact, "--op", "conv").refused(2, "nothing matches", "the ops are adjust_logits, embedding")
     run("explain", tiny_artifact, "--target", "cpu:z80").refused(
         2, "nothing matches", f"the targets are {Target.native()}"
     )

@@ -319,26 +319,26 @@ SAMPLE_INPUTS = tuple(t for t in INPUTS if t.shape == ("R",) and t.name != "logi
 
 def sample_device(rows: int) -> tuple[Any, int, dict[str, Any]]:
     """A device with one sample node; its tensors by name, as arrays over the regions."""
-    sizes = {"T": rows, "S": rows, "P": 1, "R": rows}
+    sizes = {"T": rows, "S": rows, "P": 1, "R": rows, "V": VOCAB, "C": 1}
     inputs, io_bytes = place((*SAMPLE_INPUTS, *OUTPUTS), sizes)
     state, state_bytes = place(STATE, sizes)
     device = _native.CpuDevice(2)
-    device.allocate("arena", rows * VOCAB * 4)
+    device.allocate("arena", 2 * rows * VOCAB * 4)
     device.allocate("io", io_bytes)
     device.allocate("state", state_bytes)
     read = {t.name for t in SAMPLE_INPUTS}
     at = {t.name: Pointer(Region.IO, t.offset, t.nbytes, R if t.name in read else W) for t in inputs}
     at["last_tokens"] = Pointer(Region.STATE, state[0].offset, state[0].nbytes, RW)
     order = (*(t.name for t in SAMPLE_INPUTS), "last_tokens", *(t.name for t in OUTPUTS))
-    logits = Pointer(Region.ARENA, 0, rows * VOCAB * 4, R)
-    args: tuple[Argument, ...] = (logits, *(at[name] for name in order), StepScalar(2), Int(VOCAB))
+    logits, adjusted = (Pointer(Region.ARENA, i * rows * VOCAB * 4, rows * VOCAB * 4, R) for i in range(2))
+    args: tuple[Argument, ...] = (logits, adjusted, *(at[name] for name in order), StepScalar(2), Int(VOCAB))
     graph = device.load_graph(LaunchGraph((Node("sample", f"sample_{ISA}", args),)).encode(), 0)
     arrays = {
         t.name: np.frombuffer(device.view(str(region)), t.dtype, int(np.prod(t.shape)), t.offset).reshape(t.shape)
         for region, tensors in ((Region.IO, inputs), (Region.STATE, state))
         for t in tensors
     }
-    arrays["logits"] = np.frombuffer(device.view("arena"), np.float32).reshape(rows, VOCAB)
+    arrays["logits"], arrays["adjusted"] = np.frombuffer(device.view("arena"), np.float32).reshape(2, rows, VOCAB)
     return device, graph, arrays
 
 
@@ -350,6 +350,7 @@ def test_sample_agrees_with_the_reference() -> None:
     arrays["logits"][::3] = np.round(arrays["logits"][::3] * 2) / 2  # exact ties
     arrays["logits"][5] = np.nan
     arrays["logits"][6, ::2] = np.nan
+    arrays["adjusted"][:] = arrays["logits"][::-1] + 1
     arrays["logit_target"][:] = np.where(rng.random(rows) < 0.3, rng.integers(0, VOCAB, rows), -1)
     arrays["temperature"][:] = rng.choice([0, 0.5, 1, 1.7], size=rows)
     arrays["top_p"][:] = rng.choice([1, 0.9, 0.3], size=rows)
@@ -359,12 +360,15 @@ def test_sample_agrees_with_the_reference() -> None:
     arrays["draw_position"][:] = rng.integers(0, 4096, size=rows)
     arrays["num_logprobs"][:] = rng.integers(-1, MAX_TOP_LOGPROBS + 1, size=rows)
     arrays["state_slot"][:] = np.where(rng.random(rows) < 0.5, np.arange(rows), -1)
+    arrays["adjustment"][:] = np.where(rng.random(rows) < 0.4, rng.integers(0, rows, rows), -1)
     arrays["last_tokens"][:] = -7
     last_tokens = arrays["last_tokens"].copy()
     device.wait(device.submit(graph, rows, rows, rows))
 
-    per_row = {name: arrays[name] for name in arrays if name != "logits"}
-    token, logprob, rank, top_ids, top_logprobs, last = sampler.sample_rows(arrays["logits"], per_row, last_tokens)
+    per_row = {name: arrays[name] for name in arrays if name not in ("logits", "adjusted")}
+    token, logprob, rank, top_ids, top_logprobs, last = sampler.sample_rows(
+        arrays["logits"], arrays["adjusted"], per_row, last_tokens
+    )
     np.testing.assert_array_equal(arrays["out_token"], token)
     np.testing.assert_array_equal(arrays["out_rank"], rank)
     np.testing.assert_array_equal(arrays["out_top_ids"], top_ids)

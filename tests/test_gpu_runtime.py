@@ -402,8 +402,10 @@ def test_inputs_and_outputs_are_copied_as_far_as_a_step_uses_them(artifact: Path
     by_offset = {t.offset: t for t in section.io}
     names = {by_offset[offset].name: rest for offset, *rest in (*inputs, *outputs)}
     assert set(names) == {t.name for t in section.io}
-    assert names["step_sizes"] == [4, -1, 4] and names["cu_seqlens"] == [4, 1, 1]
+    assert names["step_sizes"] == [4, -1, 8] and names["cu_seqlens"] == [4, 1, 1]
     assert names["slot_mapping"] == [8, 0, 0] and names["seed"] == [8, 2, 0]
+    assert names["count_slot"] == [4, 3, 0] and names["cu_biases"] == [4, 3, 1] and names["bias_values"] == [4, 4, 0]
+    assert names["token_masks"] == [4 * 9, 5, 0]
     assert names["page_table"] == [4 * 1024, 1, 0] and names["out_top_ids"] == [80, 2, 0]
 
 
@@ -423,7 +425,7 @@ def test_steps_copy_themselves_as_their_arrays_say() -> None:
     assert step is not None and step.num_seqs >= 2
     from tokenspeed.step import INPUTS, IO, STEP_SIZES, place
 
-    placed, nbytes = place(IO, {"T": 40, "S": 3, "P": 4, "R": 9})
+    placed, nbytes = place(IO, {"T": 40, "S": 3, "P": 4, "R": 9, "V": 70, "C": 3})
     io = bytearray(nbytes)
     offsets = [t.offset for t in placed[: 1 + len(INPUTS)]]
     step.copy_to(memoryview(io), offsets)
@@ -437,12 +439,12 @@ def test_steps_copy_themselves_as_their_arrays_say() -> None:
                 assert list(have[4 * i : 4 * i + held]) == list(want[4 * i : 4 * i + held])
         else:
             assert list(have[: len(want)]) == list(want), tensor.name
-    sizes = memoryview(io)[:16].cast("i")
+    sizes = memoryview(io)[:32].cast("i")
     assert STEP_SIZES.name == placed[0].name
-    assert list(sizes) == [step.num_tokens, step.num_seqs, step.num_logit_rows, 0]
-    with pytest.raises(ValueError, match="step inputs: need 17 offsets, have 16"):
+    assert list(sizes) == [step.num_tokens, step.num_seqs, step.num_logit_rows, 0, 0, 0, 0, 0]
+    with pytest.raises(ValueError, match="step inputs: need 30 offsets, have 29"):
         step.copy_to(memoryview(io), offsets[1:])
-    with pytest.raises(ValueError, match=r"step inputs: tensor 0 needs 16 bytes at byte 4096 of \d+"):
+    with pytest.raises(ValueError, match=r"step inputs: tensor 0 needs 32 bytes at byte 4096 of \d+"):
         step.copy_to(memoryview(io)[:4096], [4096, *offsets[1:]])
     with pytest.raises((BufferError, TypeError)):
         step.copy_to(memoryview(bytes(io)), offsets)

@@ -257,10 +257,14 @@ def test_a_row_is_drawn_the_same_in_any_company() -> None:
         "logit_target": np.full(5, -1), "temperature": np.full(5, 0.9), "top_p": np.full(5, 0.95),
         "min_p": np.full(5, 0.01), "top_k": np.full(5, 50), "seed": np.arange(5, dtype=np.uint64),
         "draw_position": np.arange(5) + 7, "num_logprobs": np.full(5, -1), "state_slot": np.full(5, -1),
+        "adjustment": np.array([-1, 1, -1, 0, -1]),
     }  # fmt: skip
-    together = sample_rows(logits, rows, np.zeros(1, np.int32))[0]
+    adjusted = rng.standard_normal((2, 300)).astype(np.float32)
+    together = sample_rows(logits, adjusted, rows, np.zeros(1, np.int32))[0]
     alone = [
-        sample_rows(logits[r : r + 1], {k: v[r : r + 1] for k, v in rows.items()}, np.zeros(1, np.int32))[0][0]
+        sample_rows(logits[r : r + 1], adjusted, {k: v[r : r + 1] for k, v in rows.items()}, np.zeros(1, np.int32))[0][
+            0
+        ]
         for r in range(5)
     ]
     assert together.tolist() == alone

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from lowered import REGISTRY, ByteDevice, fused_program, lowered
+from lowered import REGISTRY, ByteDevice, counted_slots, fused_program, lowered
 from tiny_llama import PAGE_SIZE, tiny_config, tiny_tokens, tiny_weights
 
 from tokenspeed.compile.interpret import Chunk, Interpreter, step_inputs
@@ -37,6 +37,31 @@ def mixed_steps() -> list[list[Chunk]]:
     ]
 
 
+def adjusted_steps() -> list[list[Chunk]]:
+    """Penalties over a prompt in chunks and over what was drawn, biases, allowed tokens, beside rows without."""
+    sampled: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95, "seed": 11, "num_logprobs": 2}
+    counted: dict[str, Any] = {
+        "slot": 3, "prompt_len": 60, "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.25,
+    }  # fmt: skip
+    biased: dict[str, Any] = {"slot": 1, "logit_bias": {3: 2.5, 60: -100.0, 99: 1.0}, "num_logprobs": 1}
+    few = range(1, 101, 7)
+    return [
+        [Chunk(FIRST[:40], 0, PAGES[0], draws=False, **counted), Chunk(THIRD[:9], 0, PAGES[2], slot=2, num_logprobs=1)],
+        [
+            Chunk(FIRST[40:66], 40, PAGES[0], **counted, num_logprobs=2),
+            Chunk(SECOND[:30], 0, PAGES[1], scored=True, **biased),
+            Chunk([-3], 9, PAGES[2], slot=2, allowed_token_ids=few, **sampled),
+        ],
+        [
+            Chunk([-4], 66, PAGES[0], allowed_token_ids=few, **counted, **sampled),
+            Chunk([-2], 30, PAGES[1], **biased),
+            Chunk([-3], 10, PAGES[2], slot=2, num_logprobs=1),
+        ],
+        [Chunk([-4], 67, PAGES[0], logit_bias={5: 1.5}, **counted, **sampled)],
+        [Chunk(THIRD, 0, PAGES[0], **{**counted, "prompt_len": 5}, **sampled)],  # another request in the same slot
+    ]
+
+
 @pytest.mark.parametrize(
     ("dtype", "changes"),
     [("float32", {}), ("float32", {"tie_word_embeddings": False, "num_kv_heads": 4}), ("bfloat16", {})],
@@ -48,9 +73,10 @@ def test_mixed_steps_agree_with_the_program_interpreter(dtype: str, changes: dic
     interpreter = Interpreter(program, tiny_weights(config).__getitem__, num_pages=8, num_slots=6)
     device = ByteDevice(program, lowered(program), config, num_pages=8)
     tolerance = 2e-5 if dtype == "float32" else 2e-2
-    for chunks in mixed_steps():
+    for chunks in (*mixed_steps(), *adjusted_steps()):
         inputs = step_inputs(program, chunks)
         expected, have = interpreter.run(inputs), device.run(inputs)
+        np.testing.assert_array_equal(device.counts(inputs), interpreter.state["token_counts"][counted_slots(inputs)])
         np.testing.assert_array_equal(have["out_token"], expected["out_token"])
         np.testing.assert_allclose(have["out_logprob"], expected["out_logprob"], rtol=0, atol=tolerance)
         np.testing.assert_allclose(have["out_top_logprobs"], expected["out_top_logprobs"], rtol=0, atol=tolerance)

@@ -89,12 +89,13 @@ def test_arguments_of_each_kernel() -> None:
     assert nodes["logits"].args[1] == table and nodes["logits"].args[3:] == (ROWS, Int(101), Int(48))
     sample = nodes["sample"].args
     operands = ("logit_target", "temperature", "top_p", "min_p", "top_k", "seed", "draw_position", "num_logprobs",
-                "state_slot")  # fmt: skip
-    assert sample[1:10] == tuple(input_(name, 128 if name == "seed" else 64) for name in operands)
-    assert sample[10] == Pointer(Region.STATE, 0, 4 * LIMITS.max_num_seqs, Access.WRITE)
+                "state_slot", "adjustment")  # fmt: skip
+    assert sample[2:12] == tuple(input_(name, 128 if name == "seed" else 64) for name in operands)
+    assert sample[1] == arena("adjusted_logits", 32 * 101 * 4, Access.READ)
+    assert sample[12] == Pointer(Region.STATE, 0, 4 * LIMITS.max_num_seqs, Access.WRITE)
     outputs = {"out_token": 64, "out_logprob": 64, "out_rank": 64, "out_top_ids": 1280, "out_top_logprobs": 1280}
-    assert sample[11:16] == tuple(Pointer(Region.IO, io[name], n, Access.WRITE) for name, n in outputs.items())
-    assert sample[16:] == (ROWS, Int(101))
+    assert sample[13:18] == tuple(Pointer(Region.IO, io[name], n, Access.WRITE) for name, n in outputs.items())
+    assert sample[18:] == (ROWS, Int(101))
 
 
 def test_a_bucket_touches_the_front_of_what_the_largest_touches() -> None:

@@ -54,7 +54,7 @@ def test_a_layer_becomes_seven_ops() -> None:
     program = run_passes(tiny_program(tiny_config()), CPU_PASSES)
     assert kinds(program) == {
         "embedding": 1, "rms_norm": 5, "linear": 3, "rope_kv_write": 2, "paged_attention": 2, "linear_add": 4,
-        "linear_silu_mul": 2, "gather_rows": 1, "sample": 1,
+        "linear_silu_mul": 2, "gather_rows": 1, "adjust_logits": 1, "sample": 1,
     }  # fmt: skip
     layer = [op.kind for op in program.ops if "0" in op.name]
     assert layer == [

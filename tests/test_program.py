@@ -84,7 +84,7 @@ def test_an_unknown_family_is_refused() -> None:
 
 def builder() -> ProgramBuilder:
     b = ProgramBuilder("small", {"dtype": "float32", "page_size": 32, "max_model_len": 64})
-    b.step_inputs(pages_per_seq=2)
+    b.step_inputs(pages_per_seq=2, vocab_size=64)
     b.weight("w", (8, 4))
     return b
 
@@ -186,7 +186,7 @@ DAMAGE: list[tuple[Callable[[Program], Program], str]] = [
     (lambda p: edit(p, ops=p.ops[::-1]), r"op 'sample' \(sample\): uses 'logits' before its definition"),
     (lambda p: edit(p, ops=p.ops[1:]), "uses 'embedding' before its definition"),
     (lambda p: edit(p, ops=(*p.ops, p.ops[-1])), "op 'sample' .*need a name of its own"),
-    (lambda p: edit(p, ops=(*p.ops, replace(p.ops[-2], name="b"))), "op 'b' .*defines 'logits' a second time"),
+    (lambda p: edit(p, ops=(*p.ops, replace(p.ops[-3], name="b"))), "op 'b' .*defines 'logits' a second time"),
     (lambda p: with_op(p, "logits", outputs=("embedding",)), "op 'logits' .*defines 'embedding' a second time"),
     (
         lambda p: with_op(p, "logits", inputs=("final_norm", "model.norm.weight")),

@@ -113,6 +113,7 @@ def test_arrays_are_read_only_buffers_of_the_declared_types() -> None:
     scheduler.submit(2, [8] * 20, params())
     step = scheduler.next_step()
     sizes = {"T": step.num_tokens, "S": step.num_seqs, "S+1": step.num_seqs + 1, "R": step.num_logit_rows, "P": 16}
+    sizes |= {"A": 0, "A+1": 1, "B": 0, "M": 0, "W": 0}
     for tensor in INPUTS:
         view = getattr(step, tensor.name)
         length = 1

@@ -197,8 +197,9 @@ def test_special_tokens_and_template_options(server: Running) -> None:
 
 def test_fields_that_ask_for_nothing_are_fine(server: Running) -> None:
     harmless: dict[str, Any] = {
-        "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {}, "tools": [],
-        "tool_choice": "none", "response_format": {"type": "text"}, "user": "me", "store": False, "unknown": [1],
+        "presence_penalty": 0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
+        "allowed_token_ids": None, "tools": [], "tool_choice": "none", "response_format": {"type": "text"},
+        "user": "me", "store": False, "unknown": [1],
         "top_k": -1, "min_p": 0, "best_of": None, "stop": None, "seed": None, "suffix": None,
     }  # fmt: skip
     assert chat(server, **harmless)["choices"][0]["message"]["content"] == REPLY
@@ -224,8 +225,8 @@ def test_the_official_client(server: Running) -> None:
     assert text.choices[0].logprobs is not None and len(text.choices[0].logprobs.tokens or ()) == 5
     with pytest.raises(openai.NotFoundError, match="is not served here"):
         client.completions.create(model="other", prompt="x")
-    with pytest.raises(openai.BadRequestError, match="presence_penalty is not supported"):
-        client.chat.completions.create(model="fake-1b", messages=USER, presence_penalty=1)  # type: ignore[arg-type]
+    with pytest.raises(openai.BadRequestError, match="min_tokens is not supported"):
+        client.chat.completions.create(model="fake-1b", messages=USER, extra_body={"min_tokens": 1})  # type: ignore[arg-type]
 
 
 def test_the_official_client_asynchronously(server: Running) -> None:

@@ -10,7 +10,7 @@ class QueueFull(Exception):
 class SchedulerConfig:
     """The envelope's limits. Scheduler(config) checks them."""
 
-    def __init__(self, max_num_seqs: int, max_prefill_tokens: int, max_logit_rows: int, max_model_len: int, page_size: int, num_pages: int, max_waiting: int, max_in_flight: int = 1) -> None: ...
+    def __init__(self, max_num_seqs: int, max_prefill_tokens: int, max_logit_rows: int, max_model_len: int, page_size: int, num_pages: int, max_waiting: int, max_in_flight: int = 1, vocab_size: int = 0) -> None: ...
 
     @property
     def max_num_seqs(self) -> int: ...
@@ -36,17 +36,22 @@ class SchedulerConfig:
     @property
     def max_in_flight(self) -> int: ...
 
+    @property
+    def vocab_size(self) -> int:
+        """Of logit biases and token masks; 0: no request has any."""
+
 class RequestParams:
     """
     What one request asks of the scheduler. num_logprobs and num_prompt_logprobs: -1 is none.
+    bias_ids ascend; token_mask has a bit for each token of the vocabulary, or is empty.
     """
 
-    def __init__(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float, seed: int, num_logprobs: int = -1, num_prompt_logprobs: int = -1, stop_token_ids: Sequence[int] = []) -> None: ...
+    def __init__(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float, seed: int, num_logprobs: int = -1, num_prompt_logprobs: int = -1, stop_token_ids: Sequence[int] = [], repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0, bias_ids: Sequence[int] = [], bias_values: Sequence[float] = [], token_mask: Sequence[int] = []) -> None: ...
 
 class Step:
     """
     One forward pass. Arrays are read-only memoryviews named as tokenspeed/step.py INPUTS;
-    page_table is flat, num_seqs * pages per sequence. They keep the step's memory alive.
+    page_table and token_masks are flat. They keep the step's memory alive.
     """
 
     @property
@@ -125,6 +130,45 @@ class Step:
     @property
     def state_slot(self) -> memoryview: ...
 
+    @property
+    def adjustment(self) -> memoryview: ...
+
+    @property
+    def adjust_seq(self) -> memoryview: ...
+
+    @property
+    def adjust_row(self) -> memoryview: ...
+
+    @property
+    def count_slot(self) -> memoryview: ...
+
+    @property
+    def prompt_lens(self) -> memoryview: ...
+
+    @property
+    def repetition_penalty(self) -> memoryview: ...
+
+    @property
+    def presence_penalty(self) -> memoryview: ...
+
+    @property
+    def frequency_penalty(self) -> memoryview: ...
+
+    @property
+    def cu_biases(self) -> memoryview: ...
+
+    @property
+    def mask_row(self) -> memoryview: ...
+
+    @property
+    def bias_ids(self) -> memoryview: ...
+
+    @property
+    def bias_values(self) -> memoryview: ...
+
+    @property
+    def token_masks(self) -> memoryview: ...
+
 class Drawn:
     """
     What a committed step drew: (request_id, token, finish) in row order, without requests that have
@@ -197,7 +241,7 @@ class Scheduler:
     def is_idle(self) -> bool:
         """No request is known and no step is in flight."""
 
-KERNEL_ABI: int = 2
+KERNEL_ABI: int = 3
 
 class GraphError(Exception):
     pass
@@ -318,13 +362,13 @@ class GpuDevice:
         """
         Allocate region io on the device and, for each io set, pinned on the host. A step copies bytes
         [0, input_bytes) to the device and [input_bytes, nbytes) back. If step_sizes_offset is not negative,
-        submit writes int32[4] there: its three sizes and 0. Raises DeviceError.
+        the int32[8] there are the step's sizes, of which submit writes the first three. Raises DeviceError.
         """
 
     def bind_io(self, inputs: Sequence[tuple[int, int, int, int]], outputs: Sequence[tuple[int, int, int, int]]) -> None:
         """
         Say how much of each io tensor a step uses, so that no more is copied: (offset, item_bytes, scalar,
-        extra) for item_bytes x (STEP_SCALARS[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in
+        extra) for item_bytes x (step_sizes[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in
         ascending order of offsets. Without it a step copies all inputs and outputs. Raises DeviceError.
         """
 

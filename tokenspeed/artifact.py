@@ -35,8 +35,9 @@ from tokenspeed.step import IO, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
 FORMAT_VERSION = 2
-"""History: 2 (2026-11-29) GPU targets: binaries, ceilings; step_sizes in region io. 1 (2026-11-29) CPU targets:
-graphs, packed weights, tokenizer, selection, program."""
+"""History: 2 (2026-11-29) GPU targets: binaries, ceilings; step_sizes in region io; adjustments of logits: inputs,
+token_counts in region state, penalties in the envelope. 1 (2026-11-29) CPU targets: graphs, packed weights, tokenizer,
+selection, program."""
 
 NATIVE_LIBRARY = "native"
 """Library of the CPU kernels' symbols; its ABI number is that of the C++ module."""

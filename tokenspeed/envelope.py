@@ -21,7 +21,7 @@ DTYPES: Mapping[str, str] = MappingProxyType({
     "bfloat16": "bfloat16", "bf16": "bfloat16",
 })  # fmt: skip
 NUMERICS = ("auto", "rl-bitwise")
-SAMPLER_CAPABILITIES = ("greedy", "temperature", "top_k", "top_p", "min_p", "seed", "logprobs", "prompt_logprobs")
+_SWITCH: Mapping[object, bool] = MappingProxyType({True: True, False: False, "on": True, "off": False})
 KERNEL_FEATURES = ("batch_invariant", "fixed_reduction_order", "run_invariant")
 """What a kernel may guarantee of its bits; ``numerics = rl-bitwise`` requires all of it of every kernel."""
 
@@ -52,6 +52,7 @@ FIELDS: tuple[Field, ...] = (
     Field("max_logit_rows", None, "most rows of logits in one step (default: max_num_seqs)", 1, 65536),
     Field("page_size", 64, "positions in one KV page; a multiple of 32", 32, 256),
     Field("split_positions", 1024, "attention restarts its sums at every multiple of this position", 32, 1 << 24, 256),
+    Field("penalties", True, "repetition, presence and frequency penalties: tokens of running sequences are counted"),
     Field("kernel_features", (), "features that every selected kernel must declare"),
     Field("targets", None, "machines that the artifact runs on"),
 )
@@ -116,6 +117,10 @@ class Envelope:
         return self._int("split_positions")
 
     @property
+    def penalties(self) -> bool:
+        return bool(self.settings["penalties"].value)
+
+    @property
     def pages_per_seq(self) -> int:
         """KV pages that a sequence of max_model_len positions holds."""
         return -(-self.max_model_len // self.page_size)
@@ -124,16 +129,6 @@ class Envelope:
     def required_features(self) -> frozenset[str]:
         """Features that every selected kernel must declare."""
         return frozenset(self.settings["kernel_features"].value)
-
-    @property
-    def step_sizes(self) -> dict[str, int]:
-        """The sizes T, S, P and R of tokenspeed/step.py."""
-        return {
-            "T": self.max_prefill_tokens,
-            "S": self.max_num_seqs,
-            "P": self.pages_per_seq,
-            "R": self.max_logit_rows,
-        }
 
     def to_json(self) -> dict[str, Any]:
         return {f.name: {"value": _plain(self.settings[f.name].value), "source": self.settings[f.name].source}
@@ -224,6 +219,7 @@ def resolve(
     if settle("numerics", _BY_NAME["numerics"].default) == "rl-bitwise":
         chosen["kernel_features"] = Setting(KERNEL_FEATURES, "tightened")
     settle("kernel_features", _BY_NAME["kernel_features"].default)
+    settle("penalties", _BY_NAME["penalties"].default)
     max_model_len = settle("max_model_len", max_position_embeddings, "checkpoint")
     if max_model_len > max_position_embeddings:
         raise EnvelopeError(
@@ -274,6 +270,10 @@ def _check(field: Field, value: Any, source: str) -> Any:
         if unknown := sorted(set(names) - set(KERNEL_FEATURES)):
             raise EnvelopeError(f"{where} names {unknown[0]!r}; the features are {', '.join(KERNEL_FEATURES)}")
         return tuple(sorted(set(names)))
+    if field.name == "penalties":
+        if not isinstance(value, bool | str) or value not in _SWITCH:
+            raise EnvelopeError(f"{where} is {value!r}; it must be on or off")
+        return _SWITCH[value]
     if field.name == "model":
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             raise EnvelopeError(f"{where} is {value!r}; it must be a non-empty name of printable characters")
@@ -290,4 +290,6 @@ def _plain(value: Any) -> Any:
 
 
 def _show(value: Any) -> str:
+    if isinstance(value, bool):
+        return "on" if value else "off"
     return (",".join(value) or "-") if isinstance(value, (tuple, list)) else str(value)

@@ -2,8 +2,12 @@
 
 Sizes: ``T`` = max_prefill_tokens (most tokens in a step, prefill chunks and decodes together),
 ``S`` = max_num_seqs, ``P`` = pages per sequence (max_model_len / page_size, rounded up),
-``R`` = max_logit_rows (most rows that need logits in a step), ``K`` = MAX_TOP_LOGPROBS.
-A step fills the first num_tokens, num_seqs, num_logit_rows entries; the rest is never read.
+``R`` = max_logit_rows (most rows that need logits in a step), ``K`` = MAX_TOP_LOGPROBS, ``V`` = vocabulary.
+An *adjustment* is what one sequence asks of its logits before it draws: penalties, biases, allowed tokens. ``A`` = S
+(most adjustments), ``B`` = S * MAX_LOGIT_BIAS (most biases of all), ``M`` = S (most token masks), ``W`` = words of a
+mask, ``C`` = rows of token_counts: S, or 1 where the envelope promises no penalties.
+A step fills the first num_tokens, num_seqs, num_logit_rows, num_adjustments, num_biases, num_masks entries; the rest
+is never read. Few steps use what comes last in INPUTS.
 """
 
 from __future__ import annotations
@@ -13,6 +17,10 @@ from dataclasses import dataclass
 from math import prod
 
 MAX_TOP_LOGPROBS = 20
+MAX_LOGIT_BIAS = 1024
+"""Most biases of one request."""
+MASK_BITS = 32
+"""Tokens of a word of a token mask."""
 ALIGNMENT = 64
 """Bytes to which every tensor of a region is aligned: one cache line, one AVX-512 register."""
 
@@ -48,6 +56,19 @@ INPUTS: tuple[IoTensor, ...] = (
     IoTensor("draw_position", "int32", ("R",), "position that the drawn token will have"),
     IoTensor("num_logprobs", "int32", ("R",), "-1: none; k >= 0: of the token itself and of the k likeliest"),
     IoTensor("state_slot", "int32", ("R",), "last-token table slot that the drawn token is written to, or -1"),
+    IoTensor("adjustment", "int32", ("R",), "the adjustment under which the row draws, or -1"),
+    IoTensor("adjust_seq", "int32", ("A",), "the adjustment's sequence"),
+    IoTensor("adjust_row", "int32", ("A",), "its logit row that draws, or -1: the sequence draws nothing in this step"),
+    IoTensor("count_slot", "int32", ("A",), "row of token_counts that counts the sequence's tokens, or -1: none does"),
+    IoTensor("prompt_lens", "int32", ("A",), "positions of the prompt; those behind it hold drawn tokens"),
+    IoTensor("repetition_penalty", "float32", ("A",), "1 is off"),
+    IoTensor("presence_penalty", "float32", ("A",), "0 is off"),
+    IoTensor("frequency_penalty", "float32", ("A",), "0 is off"),
+    IoTensor("cu_biases", "int32", ("A+1",), "biases of adjustment i: [cu_biases[i], cu_biases[i+1])"),
+    IoTensor("mask_row", "int32", ("A",), "its row of token_masks, or -1: every token is allowed"),
+    IoTensor("bias_ids", "int32", ("B",), "token ids, ascending within an adjustment"),
+    IoTensor("bias_values", "float32", ("B",), "what is added to the logits of bias_ids"),
+    IoTensor("token_masks", "int32", ("M", "W"), "bit t % 32 of word t / 32 says whether token t is allowed"),
 )
 
 OUTPUTS: tuple[IoTensor, ...] = (
@@ -58,17 +79,25 @@ OUTPUTS: tuple[IoTensor, ...] = (
     IoTensor("out_top_logprobs", "float32", ("R", "K"), "their natural log-probabilities"),
 )
 
-STEP_SIZES = IoTensor("step_sizes", "int32", (4,), "the three of STEP_SCALARS, and 0: where GPU kernels read them")
+STEP_SIZES = IoTensor("step_sizes", "int32", (8,), "the six of STEP_COUNTS, and zeros: where kernels read them")
 
 IO: tuple[IoTensor, ...] = (STEP_SIZES, *INPUTS, *OUTPUTS)
 """Region io, in this order: what a step brings, then what it gives."""
 
 STATE: tuple[IoTensor, ...] = (
     IoTensor("last_tokens", "int32", ("S",), "last drawn token per request slot: decode inputs never visit the host"),
+    IoTensor(
+        "token_counts", "int32", ("C", "V"), "times that a token was drawn, plus PROMPT_FLAG if the prompt has it"
+    ),
 )
+
+PROMPT_FLAG = 1 << 30
+"""In token_counts; no count comes near it."""
 
 STEP_SCALARS: tuple[str, ...] = ("num_tokens", "num_seqs", "num_logit_rows")
 """The sizes of a step, in the order of ``enum StepScalar`` in kernels/native/abi.h."""
+STEP_COUNTS: tuple[str, ...] = (*STEP_SCALARS, "num_adjustments", "num_biases", "num_masks")
+"""What step_sizes begins with."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +119,21 @@ def align(nbytes: int, to: int = ALIGNMENT) -> int:
     return -(-nbytes // to) * to
 
 
+def mask_words(vocab_size: int) -> int:
+    """Words of a token mask."""
+    return -(-vocab_size // MASK_BITS)
+
+
 def place(tensors: tuple[IoTensor, ...], sizes: Mapping[str, int]) -> tuple[tuple[PlacedTensor, ...], int]:
-    """Lay ``tensors`` out one after another. ``sizes`` maps T, S, P, R to numbers.
+    """Lay ``tensors`` out one after another. ``sizes`` maps T, S, P, R, V and C to numbers.
 
     Returns the placed tensors and the region's size in bytes.
     """
-    known = {**sizes, "S+1": sizes["S"] + 1, "K": MAX_TOP_LOGPROBS}
+    seqs = sizes["S"]
+    known = {
+        **sizes, "S+1": seqs + 1, "K": MAX_TOP_LOGPROBS, "A": seqs, "A+1": seqs + 1, "B": seqs * MAX_LOGIT_BIAS,
+        "M": seqs, "W": mask_words(sizes["V"]),
+    }  # fmt: skip
     placed, offset = [], 0
     for tensor in tensors:
         shape = tuple(d if isinstance(d, int) else known[d] for d in tensor.shape)

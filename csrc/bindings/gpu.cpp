@@ -193,10 +193,10 @@ void bind_gpu_device(nb::module_& m) {
       .def("allocate_io", &GpuDevice::allocate_io, "input_bytes"_a, "nbytes"_a, "step_sizes_offset"_a = -1, Release(),
            "Allocate region io on the device and, for each io set, pinned on the host. A step copies bytes\n"
            "[0, input_bytes) to the device and [input_bytes, nbytes) back. If step_sizes_offset is not negative,\n"
-           "submit writes int32[4] there: its three sizes and 0. Raises DeviceError.")
+           "the int32[8] there are the step's sizes, of which submit writes the first three. Raises DeviceError.")
       .def("bind_io", &bind_io, "inputs"_a, "outputs"_a,
            "Say how much of each io tensor a step uses, so that no more is copied: (offset, item_bytes, scalar,\n"
-           "extra) for item_bytes x (STEP_SCALARS[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in\n"
+           "extra) for item_bytes x (step_sizes[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in\n"
            "ascending order of offsets. Without it a step copies all inputs and outputs. Raises DeviceError.")
       .def("bind_page_table", &bind_page_table, "offset"_a, "row_bytes"_a, "context_lens"_a, "page_size"_a,
            "Say where the page table lies among the inputs, and the int32 context length of each sequence: a step then\n"

@@ -40,6 +40,10 @@ int64_t seqs_of(const Step& s) { return s.num_seqs; }
 int64_t bounds_of(const Step& s) { return int64_t{s.num_seqs} + 1; }
 int64_t pages_of(const Step& s) { return int64_t{s.num_seqs} * s.pages_per_sequence; }
 int64_t rows_of(const Step& s) { return s.num_logit_rows; }
+int64_t adjustments_of(const Step& s) { return static_cast<int64_t>(s.adjust_seq.size()); }
+int64_t bias_bounds_of(const Step& s) { return static_cast<int64_t>(s.cu_biases.size()); }
+int64_t biases_of(const Step& s) { return static_cast<int64_t>(s.bias_ids.size()); }
+int64_t masks_of(const Step& s) { return static_cast<int64_t>(s.token_masks.size()); }
 
 nb::list row_list(const Step& step) {
   nb::list list;
@@ -55,7 +59,7 @@ void copy_to(const Step& step, nb::handle io, const std::vector<uint64_t>& offse
 void bind_step(nb::module_& m) {
   nb::class_<Step> step(m, "Step",
                         "One forward pass. Arrays are read-only memoryviews named as tokenspeed/step.py INPUTS;\n"
-                        "page_table is flat, num_seqs * pages per sequence. They keep the step's memory alive.");
+                        "page_table and token_masks are flat. They keep the step's memory alive.");
   step.def_ro("id", &Step::id)
       .def_ro("num_tokens", &Step::num_tokens)
       .def_ro("num_seqs", &Step::num_seqs)
@@ -83,6 +87,19 @@ void bind_step(nb::module_& m) {
   def_array(step, "draw_position", &Step::draw_position, rows_of);
   def_array(step, "num_logprobs", &Step::num_logprobs, rows_of);
   def_array(step, "state_slot", &Step::state_slot, rows_of);
+  def_array(step, "adjustment", &Step::adjustment, rows_of);
+  def_array(step, "adjust_seq", &Step::adjust_seq, adjustments_of);
+  def_array(step, "adjust_row", &Step::adjust_row, adjustments_of);
+  def_array(step, "count_slot", &Step::count_slot, adjustments_of);
+  def_array(step, "prompt_lens", &Step::prompt_lens, adjustments_of);
+  def_array(step, "repetition_penalty", &Step::repetition_penalty, adjustments_of);
+  def_array(step, "presence_penalty", &Step::presence_penalty, adjustments_of);
+  def_array(step, "frequency_penalty", &Step::frequency_penalty, adjustments_of);
+  def_array(step, "cu_biases", &Step::cu_biases, bias_bounds_of);
+  def_array(step, "mask_row", &Step::mask_row, adjustments_of);
+  def_array(step, "bias_ids", &Step::bias_ids, biases_of);
+  def_array(step, "bias_values", &Step::bias_values, biases_of);
+  def_array(step, "token_masks", &Step::token_masks, masks_of);
 }
 
 // A borrowed writable buffer of bytes, from any object with the buffer protocol.
@@ -178,12 +195,13 @@ void bind_config(nb::module_& m) {
       .def(
           "__init__",
           [](SchedulerConfig* self, int32_t max_num_seqs, int32_t max_prefill_tokens, int32_t max_logit_rows,
-             int32_t max_model_len, int32_t page_size, int32_t num_pages, int32_t max_waiting, int32_t max_in_flight) {
-            new (self) SchedulerConfig{max_num_seqs, max_prefill_tokens, max_logit_rows, max_model_len,
-                                       page_size,    num_pages,          max_waiting,    max_in_flight};
+             int32_t max_model_len, int32_t page_size, int32_t num_pages, int32_t max_waiting, int32_t max_in_flight,
+             int32_t vocab_size) {
+            new (self) SchedulerConfig{max_num_seqs, max_prefill_tokens, max_logit_rows, max_model_len, page_size,
+                                       num_pages,    max_waiting,        max_in_flight,  vocab_size};
           },
           "max_num_seqs"_a, "max_prefill_tokens"_a, "max_logit_rows"_a, "max_model_len"_a, "page_size"_a,
-          "num_pages"_a, "max_waiting"_a, "max_in_flight"_a = 1)
+          "num_pages"_a, "max_waiting"_a, "max_in_flight"_a = 1, "vocab_size"_a = 0)
       .def_ro("max_num_seqs", &SchedulerConfig::max_num_seqs)
       .def_ro("max_prefill_tokens", &SchedulerConfig::max_prefill_tokens)
       .def_ro("max_logit_rows", &SchedulerConfig::max_logit_rows)
@@ -191,20 +209,38 @@ void bind_config(nb::module_& m) {
       .def_ro("page_size", &SchedulerConfig::page_size)
       .def_ro("num_pages", &SchedulerConfig::num_pages)
       .def_ro("max_waiting", &SchedulerConfig::max_waiting)
-      .def_ro("max_in_flight", &SchedulerConfig::max_in_flight);
+      .def_ro("max_in_flight", &SchedulerConfig::max_in_flight)
+      .def_ro("vocab_size", &SchedulerConfig::vocab_size, "Of logit biases and token masks; 0: no request has any.");
 
   nb::class_<RequestParams>(m, "RequestParams",
-                            "What one request asks of the scheduler. num_logprobs and num_prompt_logprobs: -1 is none.")
+                            "What one request asks of the scheduler. num_logprobs and num_prompt_logprobs: -1 is none.\n"
+                            "bias_ids ascend; token_mask has a bit for each token of the vocabulary, or is empty.")
       .def(
           "__init__",
           [](RequestParams* self, int32_t max_new_tokens, float temperature, float top_p, int32_t top_k, float min_p,
-             uint64_t seed, int32_t num_logprobs, int32_t num_prompt_logprobs, std::vector<int32_t> stop_token_ids) {
-            new (self) RequestParams{max_new_tokens, temperature,  top_p,
-                                     top_k,          min_p,        seed,
-                                     num_logprobs,   num_prompt_logprobs, std::move(stop_token_ids)};
+             uint64_t seed, int32_t num_logprobs, int32_t num_prompt_logprobs, std::vector<int32_t> stop_token_ids,
+             float repetition_penalty, float presence_penalty, float frequency_penalty, std::vector<int32_t> bias_ids,
+             std::vector<float> bias_values, std::vector<int32_t> token_mask) {
+            new (self) RequestParams{max_new_tokens,
+                                     temperature,
+                                     top_p,
+                                     top_k,
+                                     min_p,
+                                     seed,
+                                     num_logprobs,
+                                     num_prompt_logprobs,
+                                     std::move(stop_token_ids),
+                                     repetition_penalty,
+                                     presence_penalty,
+                                     frequency_penalty,
+                                     std::move(bias_ids),
+                                     std::move(bias_values),
+                                     std::move(token_mask)};
           },
           "max_new_tokens"_a, "temperature"_a, "top_p"_a, "top_k"_a, "min_p"_a, "seed"_a, "num_logprobs"_a = -1,
-          "num_prompt_logprobs"_a = -1, "stop_token_ids"_a = nb::list());
+          "num_prompt_logprobs"_a = -1, "stop_token_ids"_a = nb::list(), "repetition_penalty"_a = 1.0f,
+          "presence_penalty"_a = 0.0f, "frequency_penalty"_a = 0.0f, "bias_ids"_a = nb::list(),
+          "bias_values"_a = nb::list(), "token_mask"_a = nb::list());
 }
 
 }  // namespace

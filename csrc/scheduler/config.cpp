@@ -27,6 +27,7 @@ void SchedulerConfig::validate() const {
   require(num_pages >= 1, "num_pages", "1 or more", num_pages);
   require(max_waiting >= 1, "max_waiting", "1 or more", max_waiting);
   require(max_in_flight == 1 || max_in_flight == 2, "max_in_flight", "1 or 2", max_in_flight);
+  require(vocab_size >= 0, "vocab_size", "0 or more", vocab_size);
 }
 
 }  // namespace tokenspeed::scheduler

@@ -15,6 +15,10 @@ struct SchedulerConfig {
   int32_t num_pages;
   int32_t max_waiting;         // requests queued before submit refuses
   int32_t max_in_flight = 1;   // steps planned before the oldest commits: 1 or 2
+  int32_t vocab_size = 0;      // of logit biases and token masks; 0: no request has any
+
+  // 32-bit words of a token mask.
+  int32_t mask_words() const noexcept { return vocab_size / 32 + (vocab_size % 32 != 0); }
 
   // Row length of the page table.
   int32_t pages_per_sequence() const noexcept { return pages_for(max_model_len); }
@@ -27,6 +31,8 @@ struct SchedulerConfig {
   void validate() const;
 };
 
+inline constexpr int32_t kMaxLogitBias = 1024;  // MAX_LOGIT_BIAS of tokenspeed/step.py
+
 struct RequestParams {
   int32_t max_new_tokens;
   float temperature;  // the sampling values pass through to the step's rows unread
@@ -37,6 +43,19 @@ struct RequestParams {
   int32_t num_logprobs = -1;         // -1: none
   int32_t num_prompt_logprobs = -1;  // -1: none; else every prompt token but the last gets a logit row
   std::vector<int32_t> stop_token_ids = {};
+
+  // What is asked of the logits before a draw; passed through unread as well.
+  float repetition_penalty = 1.0f;
+  float presence_penalty = 0.0f;
+  float frequency_penalty = 0.0f;
+  std::vector<int32_t> bias_ids = {};  // ascending
+  std::vector<float> bias_values = {};
+  std::vector<int32_t> token_mask = {};  // mask_words() words, or empty: every token is allowed
+
+  bool has_penalties() const noexcept {
+    return repetition_penalty != 1.0f || presence_penalty != 0.0f || frequency_penalty != 0.0f;
+  }
+  bool adjusts_draws() const noexcept { return has_penalties() || !bias_ids.empty() || !token_mask.empty(); }
 };
 
 }  // namespace tokenspeed::scheduler

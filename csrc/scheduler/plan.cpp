@@ -61,6 +61,9 @@ bool Scheduler::plan_decode(PlannedStep& plan, Request& request) {
   const fsm::Holding& held = *holding(request.state);
   plan.step->add_decode(held.slot.slot(), position, page_row(held));
   const int32_t row = plan.step->add_draw_row(request.id, request.params, position + 1, held.slot.slot());
+  if (request.params.adjusts_draws()) {
+    plan.step->add_adjustment(request.params, row, held.slot.slot(), request.num_prompt);
+  }
   request.num_drawing += 1;
   plan.entries.push_back({&request, row});
   return true;
@@ -160,6 +163,9 @@ void Scheduler::add_chunk(PlannedStep& plan, Request& request, int32_t begin, in
   if (end == request.num_tokens()) {
     draw_row = step.add_draw_row(request.id, request.params, end, held.slot.slot());
     request.num_drawing += 1;
+  }
+  if (draw_row >= 0 ? request.params.adjusts_draws() : request.params.has_penalties()) {  // penalties count every chunk
+    step.add_adjustment(request.params, draw_row, held.slot.slot(), request.num_prompt);
   }
   plan.entries.push_back({&request, draw_row});
 }

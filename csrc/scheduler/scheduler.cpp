@@ -2,6 +2,7 @@
 #include "scheduler/scheduler.h"
 
 #include <algorithm>
+#include <functional>
 #include <utility>
 
 #include "check/check.h"
@@ -9,6 +10,28 @@
 namespace tokenspeed::scheduler {
 
 namespace {
+
+// Biases and masks go to the device as they are.
+template <class Refuse>
+void check_adjustments(const RequestParams& params, const SchedulerConfig& config, const Refuse& refuse) {
+  const auto& ids = params.bias_ids;
+  const std::string num_ids = std::to_string(ids.size());
+  if (ids.size() > static_cast<size_t>(kMaxLogitBias)) {
+    refuse("need at most " + std::to_string(kMaxLogitBias) + " logit biases, have " + num_ids);
+  }
+  if (params.bias_values.size() != ids.size()) {
+    refuse("need a value per bias, have " + std::to_string(params.bias_values.size()) + " for " + num_ids + " ids");
+  }
+  const bool ascending = std::adjacent_find(ids.begin(), ids.end(), std::greater_equal<>()) == ids.end();
+  if (!ids.empty() && (!ascending || ids.front() < 0 || ids.back() >= config.vocab_size)) {
+    refuse("need bias_ids ascending and within a vocabulary of " + std::to_string(config.vocab_size));
+  }
+  const auto num_words = static_cast<size_t>(config.mask_words());
+  if (!params.token_mask.empty() && params.token_mask.size() != num_words) {
+    refuse("need a token mask of " + std::to_string(num_words) + " words, have " +
+           std::to_string(params.token_mask.size()));
+  }
+}
 
 SchedulerConfig validated(const SchedulerConfig& config) {
   config.validate();
@@ -39,6 +62,7 @@ void Scheduler::check_request(int64_t request_id, const std::vector<int32_t>& pr
   if (params.max_new_tokens < 1) refuse("need max_new_tokens 1 or more, have " + std::to_string(params.max_new_tokens));
   const auto negative = std::find_if(prompt.begin(), prompt.end(), [](int32_t token) { return token < 0; });
   if (negative != prompt.end()) refuse("need token ids 0 or more, have " + std::to_string(*negative));
+  check_adjustments(params, config_, refuse);
   const uint64_t num_tokens = prompt.size() + static_cast<uint64_t>(params.max_new_tokens);
   if (num_tokens > static_cast<uint64_t>(config_.max_model_len)) {
     refuse("need " + lengths + ", have max_model_len " + std::to_string(config_.max_model_len));

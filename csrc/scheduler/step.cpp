@@ -46,7 +46,7 @@ class Copier {
 }  // namespace
 
 Step::Step(const SchedulerConfig& config)
-    : page_size(config.page_size), pages_per_sequence(config.pages_per_sequence()) {
+    : page_size(config.page_size), pages_per_sequence(config.pages_per_sequence()), mask_words(config.mask_words()) {
   const auto tokens = static_cast<size_t>(config.max_prefill_tokens);
   const auto seqs = static_cast<size_t>(config.max_num_seqs);
   const auto logits = static_cast<size_t>(config.max_logit_rows);
@@ -56,12 +56,20 @@ Step::Step(const SchedulerConfig& config)
   cu_seqlens.resize(seqs + 1);
   context_lens.resize(seqs);
   page_table.resize(seqs * static_cast<size_t>(pages_per_sequence));
-  for (auto* array : {&logit_rows, &logit_target, &top_k, &draw_position, &num_logprobs, &state_slot}) {
+  for (auto* array : {&logit_rows, &logit_target, &top_k, &draw_position, &num_logprobs, &state_slot, &adjustment}) {
     array->resize(logits);
   }
   for (auto* array : {&temperature, &top_p, &min_p}) array->resize(logits);
   seed.resize(logits);
   rows.resize(logits);
+  for (auto* array : {&adjust_seq, &adjust_row, &count_slot, &prompt_lens, &mask_row}) array->reserve(seqs);
+  for (auto* array : {&repetition_penalty, &presence_penalty, &frequency_penalty}) array->reserve(seqs);
+  cu_biases.reserve(seqs + 1);
+  if (mask_words > 0) {
+    bias_ids.reserve(seqs * static_cast<size_t>(kMaxLogitBias));
+    bias_values.reserve(seqs * static_cast<size_t>(kMaxLogitBias));
+    token_masks.reserve(seqs * static_cast<size_t>(mask_words));
+  }
 }
 
 void Step::clear(int64_t new_id) noexcept {
@@ -69,12 +77,25 @@ void Step::clear(int64_t new_id) noexcept {
   num_tokens = num_seqs = num_logit_rows = 0;
   is_decode_only = true;
   cu_seqlens[0] = 0;
+  for (auto* array : {&adjust_seq, &adjust_row, &count_slot, &prompt_lens, &mask_row, &bias_ids, &token_masks}) {
+    array->clear();
+  }
+  for (auto* array : {&repetition_penalty, &presence_penalty, &frequency_penalty, &bias_values}) array->clear();
+  cu_biases.assign(1, 0);
 }
 
 void Step::copy_to(std::span<std::byte> io, std::span<const uint64_t> offsets) const {
   Copier copier(io, offsets);
-  const std::array<int32_t, 4> sizes = {num_tokens, num_seqs, num_logit_rows, 0};
-  copier.next(sizes.data(), 4);
+  const auto num_adjustments = static_cast<int32_t>(adjust_seq.size());
+  const std::array<int32_t, 8> sizes = {num_tokens,
+                                        num_seqs,
+                                        num_logit_rows,
+                                        num_adjustments,
+                                        static_cast<int32_t>(bias_ids.size()),
+                                        mask_words == 0 ? 0 : static_cast<int32_t>(token_masks.size()) / mask_words,
+                                        0,
+                                        0};
+  copier.next(sizes.data(), 8);
   copier.next(token_ids.data(), num_tokens);
   copier.next(positions.data(), num_tokens);
   copier.next(slot_mapping.data(), num_tokens);
@@ -96,6 +117,19 @@ void Step::copy_to(std::span<std::byte> io, std::span<const uint64_t> offsets) c
   copier.next(draw_position.data(), num_logit_rows);
   copier.next(num_logprobs.data(), num_logit_rows);
   copier.next(state_slot.data(), num_logit_rows);
+  copier.next(adjustment.data(), num_logit_rows);
+  copier.next(adjust_seq.data(), num_adjustments);
+  copier.next(adjust_row.data(), num_adjustments);
+  copier.next(count_slot.data(), num_adjustments);
+  copier.next(prompt_lens.data(), num_adjustments);
+  copier.next(repetition_penalty.data(), num_adjustments);
+  copier.next(presence_penalty.data(), num_adjustments);
+  copier.next(frequency_penalty.data(), num_adjustments);
+  copier.next(cu_biases.data(), int64_t{num_adjustments} + 1);
+  copier.next(mask_row.data(), num_adjustments);
+  copier.next(bias_ids.data(), static_cast<int64_t>(bias_ids.size()));
+  copier.next(bias_values.data(), static_cast<int64_t>(bias_values.size()));
+  copier.next(token_masks.data(), static_cast<int64_t>(token_masks.size()));
 }
 
 void Step::add_sequence(int32_t count, int32_t first_position, std::span<const int32_t> pages) noexcept {
@@ -142,6 +176,7 @@ int32_t Step::add_row(const RowInfo& info, const RequestParams& params, int32_t 
   draw_position[at] = info.position;
   num_logprobs[at] = info.is_prompt_row ? params.num_prompt_logprobs : params.num_logprobs;
   state_slot[at] = -1;
+  adjustment[at] = -1;
   rows[at] = info;
   return num_logit_rows++;
 }
@@ -155,6 +190,28 @@ int32_t Step::add_draw_row(int64_t request_id, const RequestParams& params, int3
   const int32_t row = add_row({request_id, false, position}, params, num_tokens - 1, -1);
   state_slot[static_cast<size_t>(row)] = slot;
   return row;
+}
+
+void Step::add_adjustment(const RequestParams& params, int32_t row, int32_t slot, int32_t num_prompt) noexcept {
+  TS_ASSERT(adjust_seq.size() < context_lens.size(), "a sequence has one adjustment");
+  if (row >= 0) adjustment[static_cast<size_t>(row)] = static_cast<int32_t>(adjust_seq.size());
+  adjust_seq.push_back(num_seqs - 1);
+  adjust_row.push_back(row);
+  count_slot.push_back(params.has_penalties() ? slot : -1);
+  prompt_lens.push_back(num_prompt);
+  repetition_penalty.push_back(params.repetition_penalty);
+  presence_penalty.push_back(params.presence_penalty);
+  frequency_penalty.push_back(params.frequency_penalty);
+  mask_row.push_back(-1);
+  if (row >= 0) {
+    bias_ids.insert(bias_ids.end(), params.bias_ids.begin(), params.bias_ids.end());
+    bias_values.insert(bias_values.end(), params.bias_values.begin(), params.bias_values.end());
+    if (!params.token_mask.empty()) {
+      mask_row.back() = static_cast<int32_t>(token_masks.size()) / mask_words;
+      token_masks.insert(token_masks.end(), params.token_mask.begin(), params.token_mask.end());
+    }
+  }
+  cu_biases.push_back(static_cast<int32_t>(bias_ids.size()));
 }
 
 }  // namespace tokenspeed::scheduler

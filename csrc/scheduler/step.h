@@ -18,7 +18,7 @@ struct RowInfo {
 };
 
 // Arrays are allocated once at their largest; a step fills the first num_tokens, num_seqs, num_logit_rows
-// entries. A page_table row is filled as far as its sequence has pages; behind that it holds page numbers
+// entries, and of adjustments as many as there are. A page_table row is filled as far as its sequence has pages; behind that it holds page numbers
 // of earlier steps, or 0.
 struct Step {
   explicit Step(const SchedulerConfig& config);
@@ -39,9 +39,13 @@ struct Step {
   // Draws from the step's last token; returns the row.
   int32_t add_draw_row(int64_t request_id, const RequestParams& params, int32_t position, int32_t slot) noexcept;
 
+  // What the sequence added last asks of its logits. `row` is its row that draws, or -1; penalties count its tokens
+  // under `slot`, of which the first `num_prompt` are the prompt's.
+  void add_adjustment(const RequestParams& params, int32_t row, int32_t slot, int32_t num_prompt) noexcept;
+
   // Copies what the step filled into `io`: tensor i of INPUTS in tokenspeed/step.py to byte offsets[i]. Of a
   // page_table row only the pages of its sequence. Throws std::invalid_argument when a tensor does not fit.
-  static constexpr size_t kNumInputs = 17;
+  static constexpr size_t kNumInputs = 30;
   void copy_to(std::span<std::byte> io, std::span<const uint64_t> offsets) const;
 
   int64_t id = 0;
@@ -66,10 +70,20 @@ struct Step {
   std::vector<int32_t> draw_position;
   std::vector<int32_t> num_logprobs;
   std::vector<int32_t> state_slot;
+  std::vector<int32_t> adjustment;
   std::vector<RowInfo> rows;
+
+  // Of adjustments; these grow within what the constructor reserved.
+  std::vector<int32_t> adjust_seq, adjust_row, count_slot, prompt_lens;
+  std::vector<float> repetition_penalty, presence_penalty, frequency_penalty;
+  std::vector<int32_t> cu_biases, mask_row;
+  std::vector<int32_t> bias_ids;
+  std::vector<float> bias_values;
+  std::vector<int32_t> token_masks;
 
   int32_t page_size;
   int32_t pages_per_sequence;
+  int32_t mask_words;
 
  private:
   void add_sequence(int32_t count, int32_t first_position, std::span<const int32_t> pages) noexcept;

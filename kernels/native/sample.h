@@ -2,6 +2,7 @@
 //
 // Arguments (R = num_logit_rows, V = vocabulary, K = kMaxTopLogprobs):
 //   p logits          f32[R][V], read only
+//   p adjusted        f32[A][V], read only: logits under which rows with an adjustment draw (adjust.h)
 //   p logit_target    i32[R]: the token whose log-probability is asked (a prompt row), or -1: draw one
 //   p temperature     f32[R]: 0 is greedy
 //   p top_p, p min_p  f32[R]: 1 and 0 are off
@@ -10,6 +11,7 @@
 //   p draw_position   i32[R]: position that the drawn token will have
 //   p num_logprobs    i32[R]: how many of the likeliest tokens to report, at most K; 0 or less: none
 //   p state_slot      i32[R]: entry of last_tokens that the drawn token is written to, or -1
+//   p adjustment      i32[R]: row of adjusted, or -1: draw from logits
 //   p last_tokens     i32[S]
 //   p out_token       i32[R]: the drawn token, or the target
 //   p out_logprob     f32[R]: its log-probability, always written
@@ -21,7 +23,8 @@
 // likeliest tokens, the greedy choice and the keep sets follow this one order. A NaN logit counts as -infinity.
 // A row with no finite maximum has the first token in that order and the log-probability NaN.
 //
-//   logprob(i) = (logit_i - max) - log(sum_j exp(logit_j - max))        of the unscaled logits
+//   logprob(i) = (logit_i - max) - log(sum_j exp(logit_j - max))        of the unscaled logits, never adjusted;
+//                ranks and the likeliest tokens are those of logits too. All that follows is of the draw's logits.
 //   z_i        = (logit_i - max) / temperature                          float32; greedy at temperature 0
 //   keep set:    the first top_k tokens; of these the shortest prefix whose sum of e^z reaches top_p of their
 //                whole sum; of these all with z >= log(min_p). It always holds the first token.

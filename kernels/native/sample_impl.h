@@ -6,12 +6,12 @@
 namespace tokenspeed::kernels::TS_ISA {
 
 struct SampleArgs {
-  const float* logits;
+  const float *logits, *adjusted;
   const int32_t* logit_target;
   const float *temperature, *top_p, *min_p;
   const int32_t* top_k;
   const uint64_t* seed;
-  const int32_t *draw_position, *num_logprobs, *state_slot;
+  const int32_t *draw_position, *num_logprobs, *state_slot, *adjustment;
   int32_t *last_tokens, *out_token;
   float* out_logprob;
   int32_t *out_rank, *out_top_ids;
@@ -19,13 +19,14 @@ struct SampleArgs {
   int64_t num_rows, vocab_size;
 
   explicit SampleArgs(const Invocation& inv)
-      : logits(inv.ptr<const float>(0)), logit_target(inv.ptr<const int32_t>(1)),
-        temperature(inv.ptr<const float>(2)), top_p(inv.ptr<const float>(3)), min_p(inv.ptr<const float>(4)),
-        top_k(inv.ptr<const int32_t>(5)), seed(inv.ptr<const uint64_t>(6)),
-        draw_position(inv.ptr<const int32_t>(7)), num_logprobs(inv.ptr<const int32_t>(8)),
-        state_slot(inv.ptr<const int32_t>(9)), last_tokens(inv.ptr<int32_t>(10)), out_token(inv.ptr<int32_t>(11)),
-        out_logprob(inv.ptr<float>(12)), out_rank(inv.ptr<int32_t>(13)), out_top_ids(inv.ptr<int32_t>(14)),
-        out_top_logprobs(inv.ptr<float>(15)), num_rows(inv.i64(16)), vocab_size(inv.i64(17)) {}
+      : logits(inv.ptr<const float>(0)), adjusted(inv.ptr<const float>(1)), logit_target(inv.ptr<const int32_t>(2)),
+        temperature(inv.ptr<const float>(3)), top_p(inv.ptr<const float>(4)), min_p(inv.ptr<const float>(5)),
+        top_k(inv.ptr<const int32_t>(6)), seed(inv.ptr<const uint64_t>(7)),
+        draw_position(inv.ptr<const int32_t>(8)), num_logprobs(inv.ptr<const int32_t>(9)),
+        state_slot(inv.ptr<const int32_t>(10)), adjustment(inv.ptr<const int32_t>(11)),
+        last_tokens(inv.ptr<int32_t>(12)), out_token(inv.ptr<int32_t>(13)), out_logprob(inv.ptr<float>(14)),
+        out_rank(inv.ptr<int32_t>(15)), out_top_ids(inv.ptr<int32_t>(16)), out_top_logprobs(inv.ptr<float>(17)),
+        num_rows(inv.i64(18)), vocab_size(inv.i64(19)) {}
 };
 
 TS_INLINE bool is_finite(float v) { return v - v == 0.0f; }
@@ -112,6 +113,13 @@ TS_INLINE int64_t draw(const SampleArgs& args, int64_t r, const Row& row, const 
   return race.run(keep, lowest_z);
 }
 
+// The row's own draw, from its adjusted logits if it has an adjustment.
+TS_INLINE int64_t drawn_token(const SampleArgs& args, int64_t r, const Row& row, const Best& best, float* scratch) {
+  const int64_t adjustment = args.adjustment[r];
+  const Row source{adjustment < 0 ? row.logits : args.adjusted + adjustment * row.size, row.size};
+  return draw(args, r, source, adjustment < 0 ? best : best_of(source), scratch);
+}
+
 TS_INLINE void report_likeliest(const SampleArgs& args, int64_t r, const Row& row, const Best& best, float norm) {
   int64_t count = args.num_logprobs[r] < kMaxTopLogprobs ? args.num_logprobs[r] : kMaxTopLogprobs;
   count = count < row.size ? count : row.size;
@@ -131,7 +139,7 @@ TS_INLINE void sample_row(const SampleArgs& args, int64_t r, float* scratch) {
   const float norm = log_sum(row, best.value);
   const int32_t target = args.logit_target[r];
   const bool asked = target >= 0 && target < row.size;
-  const int64_t token = asked ? target : draw(args, r, row, best, scratch);
+  const int64_t token = asked ? target : drawn_token(args, r, row, best, scratch);
   args.out_token[r] = static_cast<int32_t>(token);
   args.out_logprob[r] = (clean(row.logits[token]) - best.value) - norm;
   args.out_rank[r] = static_cast<int32_t>(token == best.token ? 1 : rank_of(row, token));

@@ -4,6 +4,7 @@
 #include <string_view>
 
 #include "abi.h"
+#include "adjust.h"
 #include "attention.h"
 #include "embedding.h"
 #include "gather.h"
@@ -16,6 +17,7 @@ namespace tokenspeed::kernels {
 namespace {
 
 constexpr KernelEntry kUnsorted[] = {
+#include "adjust_entries.inc"
 #include "attention_entries.inc"
 #include "embedding_entries.inc"
 #include "gather_entries.inc"

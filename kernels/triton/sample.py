@@ -3,11 +3,13 @@
 The semantics are those of tokenspeed/compile/sampler.py. Three launches share a workspace of one record per row:
 
 - scan: programs (chunk, row). The chunk's first token in the order and the sum of its exponentials; if the row draws,
-  the chunk's winner of the Gumbel-max race over all tokens.
+  the chunk's winner of the Gumbel-max race over all tokens. A row with an adjustment draws from its adjusted logits,
+  whose first token in the chunk is noted too.
 - rank: programs (chunk, row). How many of the chunk's tokens come before the row's token, and, for top_p, their mass
   and that of the chunk. Nothing to do if the row's token is the first of all, as it is for a greedy row.
 - finish: program (row). Adds the chunks up in their order; while the token is not among those that the row keeps,
-  races again (sample_keep.py); visits the likeliest tokens; writes the results.
+  races again (sample_keep.py); visits the likeliest tokens; writes the results. What a row with an adjustment has drawn
+  is ranked here: how many tokens come before it among the logits as they came from the model.
 
 A row takes the branches of what it asks for. It is cut into the same chunks in every bucket, so its sums have one
 order. Scores of a draw are float32: a draw differs from the reference's, which is float64, only where the two best
@@ -46,40 +48,57 @@ CHUNK_WARPS = 4
 """Warps of a program of one chunk."""
 FINISH_WARPS = 8
 """Warps of a program of one row."""
-RECORD_WORDS = 8
-"""32-bit words of a row's record per chunk: order of the first token (two words), sum of exponentials, score of the
-winner, the winner, tokens ahead, mass ahead, mass."""
+RECORD_WORDS = 10
+"""32-bit words of a row's record per chunk: order of the first token (two words), the same of what the row draws from,
+sum of exponentials, score of the winner, the winner, tokens ahead, mass ahead, mass."""
 
 _TOP = tl.constexpr(MAX_TOP_LOGPROBS)
+_RECORD = tl.constexpr(RECORD_WORDS)
+_RIVALS = tl.constexpr(2)
+_SUM = tl.constexpr(4)
+_SCORE = tl.constexpr(5)
+_WINNER = tl.constexpr(6)
+_COUNT = tl.constexpr(7)
+_MASS_AHEAD = tl.constexpr(8)
+_MASS = tl.constexpr(9)
 
 
 @triton.jit
 def _orders(workspace, row, LANES: tl.constexpr):
-    """Pointer to the int64 of a row's record: the first token of each chunk."""
-    return (workspace + row.to(tl.int64) * (8 * LANES)).to(tl.pointer_type(tl.int64), bitcast=True)
+    """Pointer to the first token of each chunk of a row, as int64 order values."""
+    return (workspace + row.to(tl.int64) * (_RECORD * LANES)).to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+def _rivals(workspace, row, LANES: tl.constexpr):
+    """The same of the logits that the row draws from: where it has no adjustment, they are equal."""
+    at = workspace + row.to(tl.int64) * (_RECORD * LANES) + _RIVALS * LANES
+    return at.to(tl.pointer_type(tl.int64), bitcast=True)
+
+
+@triton.jit
+def _drawn_from(logits, adjusted, row, adjustment, V: tl.constexpr):
+    """The logits that the row draws from."""
+    source = logits + row.to(tl.int64) * V
+    if adjustment >= 0:
+        source = adjusted + adjustment.to(tl.int64) * V
+    return source
 
 
 @triton.jit
 def _floats(workspace, row, field: tl.constexpr, LANES: tl.constexpr):
     """Pointer to one 32-bit field of all chunks of a row's record."""
-    return (workspace + row.to(tl.int64) * (8 * LANES) + field * LANES).to(tl.pointer_type(tl.float32), bitcast=True)
+    at = workspace + row.to(tl.int64) * (_RECORD * LANES) + field * LANES
+    return at.to(tl.pointer_type(tl.float32), bitcast=True)
 
 
 @triton.jit
 def _integers(workspace, row, field: tl.constexpr, LANES: tl.constexpr):
-    return workspace + row.to(tl.int64) * (8 * LANES) + field * LANES
-
-
-_SUM = tl.constexpr(2)
-_SCORE = tl.constexpr(3)
-_WINNER = tl.constexpr(4)
-_COUNT = tl.constexpr(5)
-_MASS_AHEAD = tl.constexpr(6)
-_MASS = tl.constexpr(7)
+    return workspace + row.to(tl.int64) * (_RECORD * LANES) + field * LANES
 
 
 @triton.jit
-def sample_scan(logits, logit_target, temperature, seed, draw_position, workspace, step_sizes,
+def sample_scan(logits, adjusted, logit_target, temperature, seed, draw_position, adjustment, workspace, step_sizes,
                 V: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program (chunk, row): first token, sum of e^(logit - its logit), and the winner of the race in the chunk."""
     chunk, row = tl.program_id(0), tl.program_id(1)
@@ -90,11 +109,18 @@ def sample_scan(logits, logit_target, temperature, seed, draw_position, workspac
     values = load_logits(logits + row.to(tl.int64) * V, tokens, V)
     heat, target = tl.load(temperature + row), tl.load(logit_target + row)
     key, position = tl.load(seed + row), tl.load(draw_position + row)
+    own = tl.load(adjustment + row)
     top = tl.max(values, axis=0)
     first = tl.min(tl.where((values == top) & (tokens < V), tokens, NO_TOKEN), axis=0)
     origin = tl.where(top == float("-inf"), 0.0, top)  # a chunk of -infinity adds 0, not NaN
     tl.store(_orders(workspace, row, LANES) + chunk, order_of(top, first))
     tl.store(_floats(workspace, row, _SUM, LANES) + chunk, tl.sum(tl.exp(values - origin), axis=0))
+    if own >= 0:
+        values = load_logits(adjusted + own.to(tl.int64) * V, tokens, V)
+        top = tl.max(values, axis=0)
+        first = tl.min(tl.where((values == top) & (tokens < V), tokens, NO_TOKEN), axis=0)
+        origin = tl.where(top == float("-inf"), 0.0, top)
+    tl.store(_rivals(workspace, row, LANES) + chunk, order_of(top, first))
     if ((target < 0) | (target >= V)) & (heat > 0.0):
         z = (values - origin) * inverse(heat)
         noise = exponentials(key, position, chunk * CHUNK, CHUNK)
@@ -123,25 +149,26 @@ def _choice(leaders, workspace, row, target, heat,
 
 
 @triton.jit
-def sample_rank(logits, logit_target, temperature, top_p, workspace, step_sizes,
+def sample_rank(logits, adjusted, logit_target, temperature, top_p, adjustment, workspace, step_sizes,
                 V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
-    """Program (chunk, row): tokens of the chunk ahead of the row's token; for top_p their mass and the chunk's."""
+    """Program (chunk, row): tokens of the chunk ahead of the row's token, among the logits that it draws from; for
+    top_p their mass and the chunk's."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     pdl_wait(PDL)
     if row >= tl.load(step_sizes + 2):
         return
     lanes = tl.arange(0, LANES)
-    leaders = tl.load(_orders(workspace, row, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
-    heat = tl.load(temperature + row)
+    own, heat = tl.load(adjustment + row), tl.load(temperature + row)
+    leaders = tl.load(_rivals(workspace, row, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
     token, drawn = _choice(leaders, workspace, row, tl.load(logit_target + row), heat, V, CHUNKS, LANES)
     first = tl.max(leaders, axis=0)
     if token == token_of(first):
         return
-    logits += row.to(tl.int64) * V
+    source = _drawn_from(logits, adjusted, row, own, V)
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = load_logits(logits, tokens, V)
-    inside = is_ahead(values, tokens, load_logits(logits, token, V), token)
+    values = load_logits(source, tokens, V)
+    inside = is_ahead(values, tokens, load_logits(source, token, V), token)
     tl.store(_integers(workspace, row, _COUNT, LANES) + chunk, tl.sum(inside.to(tl.int32), axis=0))
     if drawn & (tl.load(top_p + row) < 1.0):
         weights = tl.exp(tl.div_rn(values - logit_of(first), heat))
@@ -150,8 +177,8 @@ def sample_rank(logits, logit_target, temperature, top_p, workspace, step_sizes,
 
 
 @triton.jit
-def sample_finish(logits, logit_target, temperature, top_p, min_p, top_k, seed, draw_position, num_logprobs,
-                  state_slot, last_tokens, out_token, out_logprob, out_rank, out_top_ids, out_top_logprobs,
+def sample_finish(logits, adjusted, logit_target, temperature, top_p, min_p, top_k, seed, draw_position, num_logprobs,
+                  state_slot, adjustment, last_tokens, out_token, out_logprob, out_rank, out_top_ids, out_top_logprobs,
                   workspace, step_sizes, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
                   LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program (row): the row's token under its keep set, and all results."""
@@ -159,6 +186,8 @@ def sample_finish(logits, logit_target, temperature, top_p, min_p, top_k, seed, 
     pdl_wait(PDL)
     if row >= tl.load(step_sizes + 2):
         return
+    own = tl.load(adjustment + row)
+    source = _drawn_from(logits, adjusted, row, own, V)
     logits += row.to(tl.int64) * V
     lanes = tl.arange(0, LANES)
     leaders = tl.load(_orders(workspace, row, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
@@ -169,17 +198,26 @@ def sample_finish(logits, logit_target, temperature, top_p, min_p, top_k, seed, 
     best, best_token = logit_of(first), token_of(first)
     shares = tl.where(lanes < CHUNKS, sums * tl.exp(logit_of(leaders) - best), 0.0)
     norm = tl.log(tl.sum(shares, axis=0))
-    token, drawn = _choice(leaders, workspace, row, target, heat, V, CHUNKS, LANES)
+    orders = _rivals(workspace, row, LANES)
+    rivals = tl.load(orders + lanes, mask=lanes < CHUNKS, other=NOBODY)
+    token, drawn = _choice(rivals, workspace, row, target, heat, V, CHUNKS, LANES)
+    favourite = tl.max(rivals, axis=0)
     logit = best
     count = tl.zeros((), tl.int32)
-    if token != best_token:
+    if token != token_of(favourite):
         counts = tl.load(_integers(workspace, row, _COUNT, LANES) + lanes, mask=lanes < CHUNKS, other=0)
         count = tl.sum(counts, axis=0)
         if drawn:
-            token, count = _keep(logits, workspace, row, token, count, best, best_token, heat, tl.load(top_p + row),
-                                 tl.load(min_p + row), tl.load(top_k + row), tl.load(seed + row),
-                                 tl.load(draw_position + row), V, CHUNK, CHUNKS, LANES)  # fmt: skip
+            token, count = _keep(source, orders, workspace, row, token, count, logit_of(favourite),
+                                 token_of(favourite), heat, tl.load(top_p + row), tl.load(min_p + row),
+                                 tl.load(top_k + row), tl.load(seed + row), tl.load(draw_position + row),
+                                 V, CHUNK, CHUNKS, LANES)  # fmt: skip
         logit = load_logits(logits, token, V)
+    if own >= 0:
+        logit = load_logits(logits, token, V)
+        count = 0
+        if token != best_token:
+            count, _ = ahead(logits, _orders(workspace, row, LANES), logit, token, best, 1.0, V, CHUNK, CHUNKS)
     tl.store(out_token + row, token)
     tl.store(out_logprob + row, (logit - best) - norm)
     tl.store(out_rank + row, count + 1)
@@ -190,11 +228,10 @@ def sample_finish(logits, logit_target, temperature, top_p, min_p, top_k, seed, 
 
 
 @triton.jit
-def _keep(logits, workspace, row, token, count, best, best_token, heat, top_p, min_p, top_k, seed, position,
+def _keep(logits, orders, workspace, row, token, count, best, best_token, heat, top_p, min_p, top_k, seed, position,
           V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """(token drawn from the keep set, number of tokens ahead of it), from the winner among all tokens, which is not
     the first one, and the number of those ahead of it."""
-    orders = _orders(workspace, row, LANES)
     limit = tl.where((top_k > 0) & (top_k < V), top_k, V)
     lowest_z = tl.where(min_p > 0.0, tl.log(min_p), float("-inf"))
     mass = tl.zeros((), tl.float32)
@@ -277,9 +314,9 @@ def _launches(request: Request) -> tuple[Stage, ...]:
         stage(
             name="scan",
             function=sample_scan,
-            arguments="read logits, read logit_target, read temperature, read seed, read draw_position, "
-            "workspace partials, sizes step_sizes",
-            types="*fp32, *i32, *fp32, *u64, *i32, *i32, *i32",
+            arguments="read logits, read adjusted, read logit_target, read temperature, read seed, read draw_position, "
+            "read adjustment, workspace partials, sizes step_sizes",
+            types="*fp32, *fp32, *i32, *fp32, *u64, *i32, *i32, *i32, *i32",
             constants=sizes,
             num_warps=CHUNK_WARPS,
             grid=(chunks, rows, 1),
@@ -287,9 +324,9 @@ def _launches(request: Request) -> tuple[Stage, ...]:
         stage(
             name="rank",
             function=sample_rank,
-            arguments="read logits, read logit_target, read temperature, read top_p, workspace partials, "
-            "sizes step_sizes",
-            types="*fp32, *i32, *fp32, *fp32, *i32, *i32",
+            arguments="read logits, read adjusted, read logit_target, read temperature, read top_p, read adjustment, "
+            "workspace partials, sizes step_sizes",
+            types="*fp32, *fp32, *i32, *fp32, *fp32, *i32, *i32, *i32",
             constants={**sizes, "CHUNKS": chunks},
             num_warps=CHUNK_WARPS,
             grid=(chunks, rows, 1),
@@ -297,12 +334,12 @@ def _launches(request: Request) -> tuple[Stage, ...]:
         stage(
             name="finish",
             function=sample_finish,
-            arguments="read logits, read logit_target, read temperature, read top_p, read min_p, read top_k, "
-            "read seed, read draw_position, read num_logprobs, read state_slot, write last_tokens, write out_token, "
-            "write out_logprob, write out_rank, write out_top_ids, write out_top_logprobs, workspace partials, "
-            "sizes step_sizes",
-            types="*fp32, *i32, *fp32, *fp32, *fp32, *i32, *u64, *i32, *i32, *i32, *i32, *i32, *fp32, *i32, *i32, "
-            "*fp32, *i32, *i32",
+            arguments="read logits, read adjusted, read logit_target, read temperature, read top_p, read min_p, "
+            "read top_k, read seed, read draw_position, read num_logprobs, read state_slot, read adjustment, "
+            "write last_tokens, write out_token, write out_logprob, write out_rank, write out_top_ids, "
+            "write out_top_logprobs, workspace partials, sizes step_sizes",
+            types="*fp32, *fp32, *i32, *fp32, *fp32, *fp32, *i32, *u64, *i32, *i32, *i32, *i32, *i32, *i32, *fp32, "
+            "*i32, *i32, *fp32, *i32, *i32",
             constants={**sizes, "CHUNKS": chunks},
             num_warps=FINISH_WARPS,
             grid=(rows, 1, 1),

@@ -124,6 +124,41 @@ TEST(a_step_is_these_calls) {
   }
 }
 
+TEST(a_step_copies_what_its_own_counts_say) {
+  for (const Backend backend : kBackends) {
+    const Double driver(backend);
+    GpuDevice device(backend, 0, GpuOptions{2, 0, driver.path});
+    driver.kernel("nothing", nullptr, {});
+    device.load_binary("kernels", code_object(backend, "nothing"));
+    constexpr uint64_t kMiB = 1 << 20;
+    device.allocate_io(4 * kMiB, 5 * kMiB, 0);
+    TestGraph graph{{"nothing"}, {{"n", 0, {}, {}}}};
+    graph.binaries = {"kernels"};
+    const int handle = device.load_graph(graph.encode(), 0);
+    device.bind_io({{0, 32, -1, 1}, {kMiB, 8, 4, 0}, {3 * kMiB, 512, 5, 0}}, {});
+    device.seal();
+    const auto copies = [&](int set, int32_t biases, int32_t masks) {
+      std::byte* host = device.host_io()->data() + (set == 0 ? 0 : (5 * kMiB + 4095) / 4096 * 4096);
+      const std::array<int32_t, 8> counts = {-1, -1, -1, 7, biases, masks, 0, 0};
+      std::memcpy(host, counts.data(), sizeof(counts));
+      const size_t before = driver.log().size();
+      device.wait(device.submit(handle, {10, 2, 3}, set));
+      CHECK(std::memcmp(host, std::array<int32_t, 4>{10, 2, 3, 7}.data(), 16) == 0);
+      Lines bytes;
+      for (const std::string& line : driver.lines({"copy_to_device"}, before)) {
+        bytes.push_back(line.substr(0, line.find(" stream")));
+      }
+      return bytes;
+    };
+    CHECK((copies(0, 0, 0) == Lines{"copy_to_device bytes=32"}));
+    CHECK((copies(1, 3, 0) == Lines{"copy_to_device bytes=32", "copy_to_device bytes=24"}));
+    CHECK((copies(0, 1, 2) == Lines{"copy_to_device bytes=32", "copy_to_device bytes=8", "copy_to_device bytes=1024"}));
+    for (const int32_t beyond : {1 << 20, -1}) {
+      CHECK(contains(error_of([&] { copies(0, beyond, 0); }), "x 8 bytes at offset 1048576 of region io, which is not"));
+    }
+  }
+}
+
 TEST(a_step_copies_what_it_uses) {
   for (const Backend backend : kBackends) {
     const Double driver(backend);

@@ -240,12 +240,16 @@ TEST(wrong_calls_say_what_is_wrong) {
             [&] { r.device->load_weights("/proc/self/exe", 99999999999, 8, {}); });
     refused(": Is a directory", [&] { r.device->load_weights("/tmp", 0, 8, {}); });
     refused("tensor 1 is at offset 0 with scalar 0", [&] { r.device->bind_io({{64, 4, 0, 0}, {0, 4, 0, 0}}, {}); });
-    refused("tensor 0 is at offset 0 with scalar 3", [&] { r.device->bind_io({}, {{0, 4, 3, 0}}); });
+    refused("a step scalar below 8, but tensor 0 is at offset 0 with scalar 8",
+            [&] { r.device->bind_io({}, {{0, 4, 8, 0}}); });
     const Double driver(backend);
     GpuDevice device(backend, 0, options_of(driver));
     refused("cannot begin with 128 bytes of inputs", [&] { device.allocate_io(128, 64, -1); });
-    refused("step_sizes_offset is 52 of 64", [&] { device.allocate_io(64, 64, 52); });
+    refused("step_sizes_offset is 36 of 64", [&] { device.allocate_io(64, 64, 36); });
     refused("region io is not allocated", [&] { device.host_io(); });
+    device.allocate_io(64, 64, -1);
+    refused("a step scalar below 3, but tensor 0 is at offset 0 with scalar 3",
+            [&] { device.bind_io({}, {{0, 4, 3, 0}}); });
   }
 }
 

@@ -35,7 +35,7 @@ struct RowParams {
   float temperature = 0.0f, top_p = 1.0f, min_p = 0.0f;
   int32_t top_k = 0;
   uint64_t seed = 0;
-  int32_t draw_position = 0, num_logprobs = -1, state_slot = -1;
+  int32_t draw_position = 0, num_logprobs = -1, state_slot = -1, adjustment = -1;
 };
 
 struct Outputs {
@@ -44,9 +44,10 @@ struct Outputs {
 };
 
 // Runs the kernel as one worker over all rows.
-Outputs sample(KernelFn fn, const std::vector<float>& logits, const std::vector<RowParams>& rows) {
+Outputs sample(KernelFn fn, const std::vector<float>& logits, const std::vector<RowParams>& rows,
+               const std::vector<float>& adjusted = {}) {
   const size_t num_rows = rows.size(), top = num_rows * kMaxTopLogprobs;
-  std::vector<int32_t> target, top_k, position, num_logprobs, slot;
+  std::vector<int32_t> target, top_k, position, num_logprobs, slot, adjustment;
   std::vector<float> temperature, top_p, min_p;
   std::vector<uint64_t> seed;
   for (const RowParams& r : rows) {
@@ -59,21 +60,23 @@ Outputs sample(KernelFn fn, const std::vector<float>& logits, const std::vector<
     position.push_back(r.draw_position);
     num_logprobs.push_back(r.num_logprobs);
     slot.push_back(r.state_slot);
+    adjustment.push_back(r.adjustment);
   }
   Outputs out{std::vector<int32_t>(num_rows, -9), std::vector<int32_t>(num_rows, -9), std::vector<int32_t>(top, -9),
               std::vector<int32_t>(64, -9), std::vector<float>(num_rows), std::vector<float>(top)};
-  const void* pointers[] = {logits.data(), target.data(),       temperature.data(),     top_p.data(),
-                            min_p.data(),  top_k.data(),        seed.data(),            position.data(),
-                            num_logprobs.data(), slot.data(),   out.last_tokens.data(), out.token.data(),
-                            out.logprob.data(),  out.rank.data(), out.top_ids.data(),   out.top_logprobs.data()};
-  std::vector<ArgValue> args(18);
-  for (int i = 0; i < 16; ++i) args[static_cast<size_t>(i)].pointer = const_cast<void*>(pointers[i]);
-  args[16].i64 = static_cast<int64_t>(num_rows);
-  args[17].i64 = static_cast<int64_t>(logits.size() / num_rows);
+  const void* pointers[] = {logits.data(),          adjusted.data(),     target.data(),      temperature.data(),
+                            top_p.data(),           min_p.data(),        top_k.data(),       seed.data(),
+                            position.data(),        num_logprobs.data(), slot.data(),        adjustment.data(),
+                            out.last_tokens.data(), out.token.data(),    out.logprob.data(), out.rank.data(),
+                            out.top_ids.data(),     out.top_logprobs.data()};
+  std::vector<ArgValue> args(20);
+  for (int i = 0; i < 18; ++i) args[static_cast<size_t>(i)].pointer = const_cast<void*>(pointers[i]);
+  args[18].i64 = static_cast<int64_t>(num_rows);
+  args[19].i64 = static_cast<int64_t>(logits.size() / num_rows);
   std::vector<std::byte> scratch(kSampleScratchBytes + 64);
   std::atomic<int64_t> next{0};
   const auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
-  fn(Invocation{args.data(), 18, 0, 1, &next, reinterpret_cast<std::byte*>(aligned), kSampleScratchBytes});
+  fn(Invocation{args.data(), 20, 0, 1, &next, reinterpret_cast<std::byte*>(aligned), kSampleScratchBytes});
   return out;
 }
 
@@ -332,6 +335,27 @@ TEST(strange_logits_give_a_token_in_range) {
       mixed[77] = -kInf;
       const Outputs out = sample(fn, mixed, {RowParams{.temperature = temperature, .top_p = kNan}});
       CHECK(out.token[0] == 41 && out.logprob[0] == 0.0f);
+    }
+  }
+}
+
+TEST(a_row_with_an_adjustment_draws_from_it_and_is_scored_without) {
+  const int64_t vocab = 1000;
+  const auto logits = random_logits(2 * vocab, 61, 2.0f), adjusted = random_logits(2 * vocab, 62, 2.0f);
+  const std::vector<float> second(adjusted.begin() + vocab, adjusted.end());
+  for (KernelFn fn : runnable()) {
+    for (RowParams p : {RowParams{}, RowParams{.temperature = 1.0f, .seed = 5}, RowParams{.temperature = 1.0f, .top_k = 9},
+                        RowParams{.temperature = 0.9f, .top_p = 0.4f, .seed = 6}}) {
+      p.num_logprobs = 3;
+      RowParams own = p, scored = p;
+      own.adjustment = 1;
+      own.state_slot = 2;
+      const Outputs out = sample(fn, logits, {p, own}, adjusted);
+      CHECK(out.token[1] == draw(fn, second, p) && out.last_tokens[2] == out.token[1]);
+      scored.target = out.token[1];
+      const Outputs expected = sample(fn, logits, {p, scored});
+      CHECK(out.token == expected.token && out.rank == expected.rank && out.logprob == expected.logprob);
+      CHECK(out.top_ids == expected.top_ids && out.top_logprobs == expected.top_logprobs);
     }
   }
 }

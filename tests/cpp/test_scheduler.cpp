@@ -344,6 +344,49 @@ TEST(refusals_say_what_is_needed_and_what_is_there) {
   CHECK(commit(s, step).size() == 3);  // a refused commit changed nothing
 }
 
+TEST(adjustments_stand_beside_the_rows_that_draw) {
+  SchedulerConfig config = small();
+  config.vocab_size = 40;
+  Scheduler s(config);
+  RequestParams counted = wants(4), biased = wants(4);
+  counted.repetition_penalty = 1.5f;
+  biased.bias_ids = {3, 39};
+  biased.bias_values = {1.0f, -2.0f};
+  biased.token_mask = {-1, 5};
+  s.submit(1, prompt(10), counted);
+  s.submit(2, prompt(2), biased);
+  s.submit(3, prompt(1), wants(4));
+  StepPtr step = s.next_step();  // 8 of 10 tokens: they are counted, though nothing draws
+  CHECK((step->adjust_seq == Ints{0} && step->adjust_row == Ints{-1} && step->prompt_lens == Ints{10}));
+  CHECK(step->count_slot.size() == 1 && step->bias_ids.empty() && step->cu_biases == (Ints{0, 0}));
+  const int32_t slot = step->count_slot[0];
+  commit(s, step);
+  step = s.next_step();
+  CHECK((head(step->adjustment, step->num_logit_rows) == Ints{0, 1, -1}));
+  CHECK((step->adjust_seq == Ints{0, 1} && step->adjust_row == Ints{0, 1} && step->count_slot == Ints{slot, -1}));
+  CHECK((step->cu_biases == Ints{0, 0, 2} && step->bias_ids == biased.bias_ids && step->bias_values == biased.bias_values));
+  CHECK((step->mask_row == Ints{-1, 0} && step->token_masks == biased.token_mask));
+  CHECK((step->repetition_penalty == std::vector<float>{1.5f, 1.0f}));
+  commit(s, step);
+  step = s.next_step();
+  commit(s, step);
+  const int64_t before = num_allocations;
+  CHECK(s.next_step()->adjust_seq.size() == 2 && num_allocations == before);
+
+  const auto refused = [&](Ints ids, std::vector<float> values, Ints mask) {
+    RequestParams params = wants(1);
+    params.bias_ids = std::move(ids);
+    params.bias_values = std::move(values);
+    params.token_mask = std::move(mask);
+    return error_of([&] { s.submit(9, {1}, params); });
+  };
+  CHECK(refused({4, 4}, {1, 1}, {}) == "request 9: need bias_ids ascending and within a vocabulary of 40");
+  CHECK(refused({40}, {1}, {}) == "request 9: need bias_ids ascending and within a vocabulary of 40");
+  CHECK(refused({1}, {}, {}) == "request 9: need a value per bias, have 0 for 1 ids");
+  CHECK(refused(Ints(1025), std::vector<float>(1025), {}) == "request 9: need at most 1024 logit biases, have 1025");
+  CHECK(refused({}, {}, {1}) == "request 9: need a token mask of 2 words, have 1");
+}
+
 TEST(a_config_that_could_starve_is_refused) {
   const auto refused = [](auto change) {
     SchedulerConfig config = small();

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from lowered import LIMITS, ByteDevice, fused_program, random_order
-from test_interpret_graph import PAGES, mixed_steps
+from lowered import LIMITS, ByteDevice, counted_slots, fused_program, random_order
+from test_interpret_graph import PAGES, adjusted_steps, mixed_steps
 from tiny_llama import tiny_config, tiny_tokens, tiny_weights
 
-from tokenspeed.compile.interpret import Chunk, Interpreter, step_inputs
+from tokenspeed.compile.interpret import Chunk, Interpreter, step_counts, step_inputs
 from tokenspeed.compile.interpret_triton import run_gpu_graph
 from tokenspeed.compile.lower import Binary, LoweredTarget, lower_program
 from tokenspeed.compile.program import Program
@@ -59,7 +59,7 @@ class GpuDevice(ByteDevice):
         graph = self.low.graphs[bucket]
         order = None if seed is None else random_order([node.predecessors for node in graph.nodes], seed)
         run_gpu_graph(
-            graph, self.low.kernels, self.memory, self.placed["step_sizes"], sizes, order=order, seed=seed
+            graph, self.low.kernels, self.memory, self.placed["step_sizes"], step_counts(inputs), order=order, seed=seed
         )  # fmt: skip
         self.check_rows_beyond(sizes[2])
         return {t.name: self.memory.read(Region.IO, self.placed[t.name], sizes[2]) for t in OUTPUTS}
@@ -101,9 +101,10 @@ def test_mixed_steps_agree_with_the_program_interpreter(target: str, dtype: str,
     interpreter = Interpreter(program, tiny_weights(config).__getitem__, num_pages=NUM_PAGES, num_slots=6)
     device = GpuDevice(program, lowered(program, target), config, NUM_PAGES)
     weights = device.memory.regions[Region.WEIGHTS].copy()
-    for chunks in mixed_steps():
+    for chunks in (*mixed_steps(), *adjusted_steps()):
         inputs = step_inputs(program, chunks)
         expected, have = interpreter.run(inputs), device.run(inputs)
+        np.testing.assert_array_equal(device.counts(inputs), interpreter.state["token_counts"][counted_slots(inputs)])
         agree(have, expected, 2e-5 if dtype == "float32" else 2e-2, exact=dtype == "float32")
     assert (device.memory.regions[Region.WEIGHTS] == weights).all()
     unused = set(range(NUM_PAGES)) - {page for pages in PAGES for page in pages}
@@ -115,7 +116,7 @@ def test_any_order_of_nodes_and_programs_gives_the_same_bits() -> None:
     program = fused_program(config, "bfloat16")
     low = lowered(program, "cuda:sm_90a")
     one, other = (GpuDevice(program, low, config, NUM_PAGES) for _ in range(2))
-    for seed, chunks in enumerate(mixed_steps()[:4]):
+    for seed, chunks in enumerate((*mixed_steps()[:4], *adjusted_steps()[:3])):
         inputs = step_inputs(program, chunks)
         expected, have = one.run(inputs), other.run(inputs, seed + 1)
         for name in expected:

@@ -23,7 +23,7 @@ from tokenspeed.target import GPU_TARGETS, Target
 Array = NDArray[Any]
 DEFAULTS = {
     "logit_target": -1, "temperature": 0.0, "top_p": 1.0, "min_p": 0.0, "top_k": 0, "seed": 0, "draw_position": 0,
-    "num_logprobs": -1, "state_slot": -1,
+    "num_logprobs": -1, "state_slot": -1, "adjustment": -1,
 }  # fmt: skip
 OUTPUTS = ("out_token", "out_logprob", "out_rank", "out_top_ids", "out_top_logprobs", "last_tokens")
 SPARE = 2
@@ -35,7 +35,9 @@ def operands(rows: list[dict[str, Any]]) -> dict[str, Array]:
     return {n: np.array([{**DEFAULTS, **row}[n] for row in rows], dtype=d) for n, d in SAMPLE_OPERANDS.items()}
 
 
-def run_kernels(logits: Array, rows: dict[str, Array], bucket: int | None = None) -> dict[str, Array]:
+def run_kernels(
+    logits: Array, rows: dict[str, Array], bucket: int | None = None, adjusted: Array | None = None
+) -> dict[str, Array]:
     """All stages on a bucket with room to spare; every byte that nobody wrote is poison."""
     count, vocab = logits.shape
     bucket = count + SPARE if bucket is None else bucket
@@ -49,6 +51,7 @@ def run_kernels(logits: Array, rows: dict[str, Array], bucket: int | None = None
 
     memory = {
         "logits": padded(logits),
+        "adjusted": np.full((1, vocab), 0x7F, np.float32) if adjusted is None else adjusted,
         **{name: padded(array) for name, array in rows.items()},
         "last_tokens": np.full(bucket + 1, -77, np.int32),
         "out_token": np.full(bucket, -77, np.int32),
@@ -57,7 +60,7 @@ def run_kernels(logits: Array, rows: dict[str, Array], bucket: int | None = None
         "out_top_ids": np.full((bucket, MAX_TOP_LOGPROBS), -77, np.int32),
         "out_top_logprobs": np.full((bucket, MAX_TOP_LOGPROBS), -77, np.float32),
         "partials": np.full(spec.workspace_bytes(sizes) // 4, -1, np.int32),
-        "step_sizes": np.array([count, count, count, 0], np.int32),
+        "step_sizes": np.array([count, count, count, 0, 0, 0, 0, 0], np.int32),
     }
     for stage in spec.stages(Request("sample", Target.parse("cuda:sm_90a"), "float32", sizes)):
         assert stage.kernel is not None
@@ -77,13 +80,13 @@ def run_kernels(logits: Array, rows: dict[str, Array], bucket: int | None = None
     return {name: memory[name] for name in OUTPUTS}
 
 
-def check(logits: Array, asked: list[dict[str, Any]]) -> dict[str, Array]:
+def check(logits: Array, asked: list[dict[str, Any]], adjusted: Array | None = None) -> dict[str, Array]:
     """The kernels agree with the reference on rows that each ask for something."""
     rows = operands(asked)
     last_tokens = np.full(len(asked) + SPARE + 1, -77, np.int32)
     with np.errstate(invalid="ignore", over="ignore"):
-        expected = dict(zip(OUTPUTS, sampler.sample_rows(logits, rows, last_tokens), strict=True))
-    got = run_kernels(logits, rows)
+        expected = dict(zip(OUTPUTS, sampler.sample_rows(logits, adjusted, rows, last_tokens), strict=True))
+    got = run_kernels(logits, rows, adjusted=adjusted)
     for name in OUTPUTS:
         have = got[name] if name == "last_tokens" else got[name][: len(asked)]
         if have.dtype == np.float32:

@@ -12,7 +12,7 @@ from tokenspeed.cli.options import Subparsers, add_command, add_json, print_json
 from tokenspeed.errors import UsageError
 
 _FLAGS = ("model", "dtype", "numerics", "max_model_len", "max_num_seqs", "max_prefill_tokens", "max_logit_rows",
-          "page_size", "split_positions")  # fmt: skip
+          "page_size", "split_positions", "penalties")  # fmt: skip
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -62,6 +62,8 @@ def add_parser(subparsers: Subparsers) -> None:
         ("split-positions", "attention restarts its sums at multiples of this (default: 1024; 256 with a GPU)"),
     ):
         group.add_argument(f"--{name}", type=int, metavar="N", help=doc)
+    group.add_argument("--penalties", choices=("on", "off"), help="off saves the memory that counts tokens: 4 bytes"
+                       " times max-num-seqs times the vocabulary (default: on)")  # fmt: skip
     parser.set_defaults(run=run)
 
 

@@ -124,7 +124,11 @@ def build(
         _check_texts(tokenizer)
     with progress.stage("program"):
         program = build_program(
-            source.config, dtype=envelope.dtype, max_model_len=envelope.max_model_len, page_size=envelope.page_size
+            source.config,
+            dtype=envelope.dtype,
+            max_model_len=envelope.max_model_len,
+            page_size=envelope.page_size,
+            penalties=envelope.penalties,
         )
         verify(program)
         fused = run_passes(program, CPU_PASSES)

@@ -11,7 +11,7 @@ attention probabilities and outputs, gated activations. bfloat16 values live in 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import ml_dtypes
@@ -19,11 +19,12 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenspeed.compile.derive import deinterleave, derive
-from tokenspeed.compile.ops import SAMPLE_OPERANDS, Dim
+from tokenspeed.compile.ops import ADJUST_OPERANDS, SAMPLE_OPERANDS, Dim
 from tokenspeed.compile.program import Op, Program, Role
-from tokenspeed.compile.sampler import sample_rows
+from tokenspeed.compile.sampler import adjust_rows, sample_rows
 from tokenspeed.compile.verify import verify
 from tokenspeed.errors import ProgramError
+from tokenspeed.step import MASK_BITS, mask_words
 
 Array: TypeAlias = npt.NDArray[Any]
 Fetch: TypeAlias = Callable[[str], Array]
@@ -111,8 +112,9 @@ class Interpreter:
                 if known != size:
                     raise ProgramError(f"step input {value.name!r}: need {known} for {dim}, have {array.shape}")
             bound[value.name] = array
-        if sizes.get("num_seqs+1", 1) != sizes.get("num_seqs", 0) + 1:
-            raise ProgramError(f"step input 'cu_seqlens': need num_seqs + 1 entries, have {sizes['num_seqs+1']}")
+        for name, symbol in (("cu_seqlens", "num_seqs"), ("cu_biases", "num_adjustments")):
+            if sizes.get(f"{symbol}+1", 1) != sizes.get(symbol, 0) + 1:
+                raise ProgramError(f"step input {name!r}: need {symbol} + 1 entries, have {sizes[f'{symbol}+1']}")
         return bound
 
 
@@ -235,16 +237,22 @@ def _gather_rows(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array,
     return (operands[0][operands[1]],)
 
 
+def _adjust_logits(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]:
+    logits, *_, counts = operands
+    return adjust_rows(logits, dict(zip(op.schema.operands, operands, strict=True)), counts), counts
+
+
 def _sample(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]:
-    logits, *rows, last_tokens = operands
-    return sample_rows(logits, dict(zip(SAMPLE_OPERANDS, rows, strict=True)), last_tokens)
+    logits, adjusted, *rows, last_tokens = operands
+    return sample_rows(logits, adjusted, dict(zip(SAMPLE_OPERANDS, rows, strict=True)), last_tokens)
 
 
 EVALUATORS: Mapping[str, Evaluator] = {
     "embedding": _embedding, "rms_norm": _rms_norm, "linear": _linear, "linear_add": _linear_add,
     "linear_silu_mul": _linear_silu_mul, "slice_columns": _slice_columns, "rope": _rope, "kv_write": _kv_write,
     "rope_kv_write": _rope_kv_write, "paged_attention": _paged_attention, "silu": _silu, "mul": _mul,
-    "silu_mul": _silu_mul, "add": _add, "gather_rows": _gather_rows, "sample": _sample,
+    "silu_mul": _silu_mul, "add": _add, "gather_rows": _gather_rows, "adjust_logits": _adjust_logits,
+    "sample": _sample,
 }  # fmt: skip
 """One evaluator for every kind of op that has a schema."""
 
@@ -255,6 +263,7 @@ class Chunk:
 
     ``scored`` prompt tokens: logit rows for every token but the last, with the following token as target.
     ``draws``: a logit row for the last token, sampled with the remaining fields and recorded in ``slot``.
+    Penalties count the tokens in ``slot``; the first ``prompt_len`` are the prompt's (None: all of the chunk).
     """
 
     token_ids: Sequence[int]
@@ -269,6 +278,21 @@ class Chunk:
     top_k: int = 0
     seed: int = 0
     num_logprobs: int = -1
+    prompt_len: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+
+    @property
+    def penalized(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether this step has an adjustment for it."""
+        return self.penalized or (self.draws and bool(self.logit_bias or self.allowed_token_ids is not None))
 
 
 def step_inputs(program: Program, chunks: Sequence[Chunk]) -> dict[str, Array]:
@@ -280,31 +304,87 @@ def step_inputs(program: Program, chunks: Sequence[Chunk]) -> dict[str, Array]:
     logit_rows: list[int] = []
     rows: dict[str, list[float]] = {name: [] for name in SAMPLE_OPERANDS}
     page_table = np.zeros((len(chunks), max_pages), np.int32)
+    asked = _Adjustments(program.metadata.integer("vocab_size"))
     for index, chunk in enumerate(chunks):
         page_table[index, : len(chunk.pages)] = chunk.pages
         for offset, token in enumerate(chunk.token_ids):
             position, is_last = chunk.start + offset, offset == len(chunk.token_ids) - 1
             if chunk.draws if is_last else chunk.scored:
+                target = -1 if is_last else chunk.token_ids[offset + 1]
+                adjustment = asked.count if is_last and chunk.adjusted else -1
                 logit_rows.append(len(tokens))
-                _append_row(rows, chunk, position, -1 if is_last else chunk.token_ids[offset + 1])
+                _append_row(rows, chunk, position, target, adjustment)
             tokens.append(token)
             positions.append(position)
             slots.append(chunk.pages[position // page_size] * page_size + position % page_size)
+        if chunk.adjusted:
+            asked.add(chunk, index, len(logit_rows) - 1 if chunk.draws else -1)
     ends = np.cumsum([0] + [len(chunk.token_ids) for chunk in chunks])
     context_lens = np.array([chunk.start + len(chunk.token_ids) for chunk in chunks], np.int32)
     return {
         "token_ids": np.array(tokens, np.int32), "positions": np.array(positions, np.int32),
         "slot_mapping": np.array(slots, np.int64), "cu_seqlens": ends.astype(np.int32),
         "context_lens": context_lens, "page_table": page_table, "logit_rows": np.array(logit_rows, np.int32),
-        **{name: np.array(rows[name], dtype) for name, dtype in SAMPLE_OPERANDS.items()},
+        **{name: np.array(rows[name], dtype) for name, dtype in SAMPLE_OPERANDS.items()}, **asked.inputs(),
     }  # fmt: skip
 
 
-def _append_row(rows: dict[str, list[float]], chunk: Chunk, position: int, target: int) -> None:
+class _Adjustments:
+    """Collects the inputs that describe adjustments."""
+
+    def __init__(self, vocab_size: int):
+        self._vocab_size = vocab_size
+        self._values: dict[str, list[float]] = {name: [] for name in ADJUST_OPERANDS}
+        self._values["cu_biases"].append(0)
+        self._masks: list[Array] = []
+
+    @property
+    def count(self) -> int:
+        return len(self._values["adjust_seq"])
+
+    def add(self, chunk: Chunk, sequence: int, row: int) -> None:
+        biases = sorted(chunk.logit_bias.items()) if row >= 0 else []
+        mask_row = -1
+        if row >= 0 and chunk.allowed_token_ids is not None:
+            mask_row = len(self._masks)
+            self._masks.append(token_mask(chunk.allowed_token_ids, self._vocab_size))
+        fields = {
+            "adjust_seq": sequence, "adjust_row": row, "count_slot": chunk.slot if chunk.penalized else -1,
+            "prompt_lens": chunk.start + len(chunk.token_ids) if chunk.prompt_len is None else chunk.prompt_len,
+            "repetition_penalty": chunk.repetition_penalty, "presence_penalty": chunk.presence_penalty,
+            "frequency_penalty": chunk.frequency_penalty,
+            "cu_biases": self._values["cu_biases"][-1] + len(biases), "mask_row": mask_row,
+        }  # fmt: skip
+        for name, value in fields.items():
+            self._values[name].append(value)
+        self._values["bias_ids"] += [token for token, _ in biases]
+        self._values["bias_values"] += [value for _, value in biases]
+
+    def inputs(self) -> dict[str, Array]:
+        made = {name: np.array(self._values[name], dtype) for name, (dtype, _) in ADJUST_OPERANDS.items()}
+        masks = np.array(self._masks, np.int32).reshape(len(self._masks), mask_words(self._vocab_size))
+        return {**made, "token_masks": masks}
+
+
+def token_mask(token_ids: Sequence[int], vocab_size: int) -> Array:
+    """int32[W]: a row of token_masks that allows ``token_ids``."""
+    bits = np.zeros(mask_words(vocab_size) * MASK_BITS, np.uint8)
+    bits[list(token_ids)] = 1
+    words: Array = np.packbits(bits, bitorder="little").view("<i4").astype(np.int32)
+    return words
+
+
+def step_counts(inputs: Mapping[str, Array]) -> tuple[int, ...]:
+    """The six sizes of the step that has ``inputs``, as step_sizes holds them: STEP_COUNTS."""
+    counted = ("token_ids", "context_lens", "logit_rows", "adjust_seq", "bias_ids", "token_masks")
+    return tuple(len(inputs[name]) for name in counted)
+
+
+def _append_row(rows: dict[str, list[float]], chunk: Chunk, position: int, target: int, adjustment: int) -> None:
     fields = {
         "logit_target": target, "temperature": chunk.temperature, "top_p": chunk.top_p, "min_p": chunk.min_p,
         "top_k": chunk.top_k, "seed": chunk.seed, "draw_position": position + 1, "num_logprobs": chunk.num_logprobs,
-        "state_slot": chunk.slot if target < 0 else -1,
+        "state_slot": chunk.slot if target < 0 else -1, "adjustment": adjustment,
     }  # fmt: skip
     for name, value in fields.items():
         rows[name].append(value)

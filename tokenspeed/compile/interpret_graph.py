@@ -17,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from tokenspeed.compile.derive import deinterleave
-from tokenspeed.compile.ops import PANEL, SAMPLE_OPERANDS, round_up
-from tokenspeed.compile.sampler import sample_rows
+from tokenspeed.compile.ops import ADJUST_OPERANDS, PANEL, SAMPLE_OPERANDS, round_up
+from tokenspeed.compile.sampler import adjust_rows, sample_rows
 from tokenspeed.compile.weights import unpack_panel16
 from tokenspeed.errors import ProgramError
 from tokenspeed.graph import Access, Argument, Bytes, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.kernels.registry import KernelSpec, Registry
-from tokenspeed.step import STEP_SCALARS, PlacedTensor
+from tokenspeed.step import STEP_COUNTS, STEP_SCALARS, PlacedTensor, mask_words
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -114,10 +114,10 @@ class Call:
         data = np.ascontiguousarray(array.astype(kind)).reshape(-1).view(np.uint8)
         self._bytes(name, data.nbytes, Access.WRITE)[:] = data
 
-    def write_element(self, name: str, index: int, value: Any) -> None:
-        """One element of a result of numpy scalars."""
-        size = value.dtype.itemsize
-        self._bytes(name, size * (index + 1), Access.WRITE)[size * index :] = np.atleast_1d(value).view(np.uint8)
+    def write_row(self, name: str, index: int, row: Any) -> None:
+        """One row of a result: an array, or a numpy scalar where the result has one dimension."""
+        data = np.atleast_1d(row).view(np.uint8)
+        self._bytes(name, data.nbytes * (index + 1), Access.WRITE)[data.nbytes * index :] = data
 
     def page(self, number: int, count: int, access: Access) -> Array:
         """The ``count`` stored elements of this layer in page ``number``, as a view."""
@@ -284,18 +284,45 @@ def _gather_rows(call: Call) -> None:
         call.write("out", call.read("x", (int(rows.max()) + 1, call.integer("H")))[rows])
 
 
+def _counts(call: Call) -> dict[str, int]:
+    """The sizes of the step by name, as the kernel reads them from step_sizes; and the boundaries of its parts."""
+    sizes = dict(zip(STEP_COUNTS, map(int, call.read("step_sizes", (len(STEP_COUNTS),), "int32")), strict=True))
+    return {**sizes, **{f"{name}+1": size + 1 for name, size in sizes.items()}}
+
+
+def _adjust_logits(call: Call) -> None:
+    sizes, vocab = _counts(call), call.integer("V")
+    if not sizes["num_adjustments"]:
+        return
+    step = {name: call.read(name, (sizes[str(dim)],), dtype) for name, (dtype, dim) in ADJUST_OPERANDS.items()}
+    for name, dim in (("token_ids", "num_tokens"), ("positions", "num_tokens"), ("cu_seqlens", "num_seqs+1")):
+        step[name] = call.read(name, (sizes[dim],), "int32")
+    ids, slots, rows = step["token_ids"], step["count_slot"], step["adjust_row"]
+    step["last_tokens"] = call.read("last_tokens", (int(max(-ids.min(), 0)),), "int32")
+    step["token_masks"] = call.read("token_masks", (sizes["num_masks"], mask_words(vocab)), "int32")
+    counts = call.read("token_counts", (int(slots.max()) + 1, vocab), "int32")
+    adjusted = adjust_rows(call.read("logits", (int(rows.max()) + 1, vocab)), step, counts)
+    for slot in slots[slots >= 0]:
+        call.write_row("token_counts", int(slot), counts[slot])
+    for i in np.flatnonzero(rows >= 0):
+        call.write_row("adjusted", int(i), adjusted[i])
+
+
 def _sample(call: Call) -> None:
     rows = call.integer("num_logit_rows")
     operands = {name: call.read(name, (rows,), dtype) for name, dtype in SAMPLE_OPERANDS.items()}
-    slots = operands["state_slot"]
+    slots, vocab = operands["state_slot"], call.integer("V")
     *outputs, last_tokens = sample_rows(
-        call.read("logits", (rows, call.integer("V"))), operands, np.zeros(int(slots.max(initial=0)) + 1, np.int32)
+        call.read("logits", (rows, vocab)),
+        call.read("adjusted", (int(operands["adjustment"].max(initial=-1)) + 1, vocab)),
+        operands,
+        np.zeros(int(slots.max(initial=0)) + 1, np.int32),
     )
     names = ("out_token", "out_logprob", "out_rank", "out_top_ids", "out_top_logprobs")
     for name, output in zip(names, outputs, strict=True):
         call.write(name, output, output.dtype)
     for slot in slots[slots >= 0]:
-        call.write_element("last_tokens", int(slot), last_tokens[slot])
+        call.write_row("last_tokens", int(slot), last_tokens[slot])
 
 
 REFERENCES: Mapping[str, Callable[[Call], None]] = {
@@ -307,5 +334,6 @@ REFERENCES: Mapping[str, Callable[[Call], None]] = {
     "rope_kv_write": _rope_kv_write,
     "paged_attention": _paged_attention,
     "gather_rows": _gather_rows,
+    "adjust_logits": _adjust_logits,
     "sample": _sample,
 }

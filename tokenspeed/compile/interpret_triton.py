@@ -34,7 +34,7 @@ def run_gpu_graph(
     kernels: Mapping[str, DeviceKernel],
     memory: Memory,
     step_sizes: PlacedTensor,
-    sizes: tuple[int, int, int],
+    sizes: Sequence[int],
     *,
     order: Sequence[int] | None = None,
     seed: int | None = None,
@@ -45,7 +45,7 @@ def run_gpu_graph(
         kernels: binary name -> the kernel in it.
         memory: the device's regions; inputs are in place but for ``step_sizes``, which this fills.
         step_sizes: where region io holds the sizes of the step.
-        sizes: num_tokens, num_seqs, num_logit_rows.
+        sizes: those of STEP_COUNTS, in order; 0 for those left out.
         order: any order of the nodes that respects the edges; None: as they stand.
         seed: run the programs of each launch in a random order.
 
@@ -53,7 +53,8 @@ def run_gpu_graph(
         ProgramError: a node that does not fit its kernel, an order that breaks an edge, or an access outside what
             the node's pointers promise.
     """
-    memory.regions[Region.IO][step_sizes.offset : step_sizes.offset + step_sizes.nbytes].view(np.int32)[:] = (*sizes, 0)
+    counts = memory.regions[Region.IO][step_sizes.offset : step_sizes.offset + step_sizes.nbytes].view(np.int32)
+    counts[:] = (*sizes, *[0] * (len(counts) - len(sizes)))
     done: set[int] = set()
     with interpreting():
         for index in range(len(graph.nodes)) if order is None else order:

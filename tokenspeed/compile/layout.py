@@ -1,6 +1,6 @@
 """The memory layout of one target: where every value of a Program lives, the same in all of its buckets.
 
-Inputs and outputs lie in region io, KV pages in kv, the last-token table in state, packed weights in weights,
+Inputs and outputs lie in region io, KV pages in kv, last tokens and token counts in state, packed weights in weights,
 everything else in the arena. Arena rows are padded to ROW_PADDING: kernels may read (never write) whole
 tiles of rows.
 """
@@ -17,7 +17,7 @@ from tokenspeed.compile.ops import Dim, round_up
 from tokenspeed.compile.program import Op, Program, Role, Value
 from tokenspeed.errors import ProgramError
 from tokenspeed.graph import Access, Pointer, Region
-from tokenspeed.step import DTYPE_BYTES, IO, STATE, STEP_SIZES, PlacedTensor, align, place
+from tokenspeed.step import DTYPE_BYTES, IO, MAX_LOGIT_BIAS, STATE, STEP_SIZES, PlacedTensor, align, place
 
 ROW_PADDING = 32
 """Rows to a multiple of which arena buffers are padded: the tile of rows that matrix kernels may read."""
@@ -94,6 +94,8 @@ def plan_layout(
         "S": limits.max_num_seqs,
         "P": pages_per_seq(program),
         "R": limits.max_logit_rows,
+        "V": program.metadata.integer("vocab_size"),
+        "C": _count_rows(program, limits),
     }
     io, io_bytes = place(IO, sizes)
     state, state_bytes = place(STATE, sizes)
@@ -121,6 +123,12 @@ def plan_layout(
 def pages_per_seq(program: Program) -> int:
     """Row length of the page table."""
     return -(-program.max_model_len // program.page_size)
+
+
+def _count_rows(program: Program, limits: StepLimits) -> int:
+    """Rows of token_counts."""
+    rows = program.values["token_counts"].shape[0]
+    return rows if isinstance(rows, int) else limits.max_num_seqs
 
 
 def kv_values(program: Program) -> tuple[Value, ...]:
@@ -157,6 +165,10 @@ def _rows(value: Value, bucket: Bucket, limits: StepLimits) -> int:
         "num_seqs": bucket.num_seqs,
         "num_seqs+1": bucket.num_seqs + 1,
         "num_logit_rows": bucket.num_logit_rows,
+        "num_adjustments": bucket.num_seqs,
+        "num_adjustments+1": bucket.num_seqs + 1,
+        "num_biases": bucket.num_seqs * MAX_LOGIT_BIAS,
+        "num_masks": bucket.num_seqs,
         "num_slots": limits.max_num_seqs,
     }
     return known[dim]

@@ -298,6 +298,8 @@ class _Arguments:
                 return self._read(op.operand(rule.name))
             case ArgumentKind.WRITE:
                 return self.layout.pointer(op.result(rule.name), self.bucket, Access.WRITE)
+            case ArgumentKind.UPDATE:
+                return self.layout.pointer(op.result(rule.name), self.bucket, Access.READ | Access.WRITE)
             case ArgumentKind.WORKSPACE:
                 return self._part(rule, self.layout.workspace(op, self.call.spec.workspace_bytes(self.call.sizes)))
             case ArgumentKind.SHARED:

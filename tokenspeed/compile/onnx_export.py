@@ -200,14 +200,14 @@ def _gather_rows(g: _Graph, op: Op) -> None:
     g.renamed[op.outputs[0]] = g.operand(op, "x")
 
 
-def _sample(g: _Graph, op: Op) -> None:
+def _draw(g: _Graph, op: Op) -> None:
     """Left out: the graph ends at the logits."""
 
 
 TRANSLATORS: Mapping[str, Translator] = {
     "embedding": _embedding, "rms_norm": _rms_norm, "linear": _linear, "rope": _rope, "kv_write": _kv_write,
     "paged_attention": _paged_attention, "silu": _silu, "mul": _mul, "add": _add, "gather_rows": _gather_rows,
-    "sample": _sample,
+    "adjust_logits": _draw, "sample": _draw,
 }  # fmt: skip
 """One translator for every kind of op that a model file uses."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from tokenspeed.errors import ProgramError
-from tokenspeed.step import MAX_TOP_LOGPROBS
+from tokenspeed.step import MAX_TOP_LOGPROBS, mask_words
 
 Dim: TypeAlias = int | str
 AttrValue: TypeAlias = int | float | str | tuple[float, ...]
@@ -28,6 +28,10 @@ SYMBOLS: Mapping[str, str] = {
     "num_seqs": "sequences of the step",
     "num_seqs+1": "boundaries between the sequences of the step",
     "num_logit_rows": "token rows whose logits are needed",
+    "num_adjustments": "sequences of the step that ask penalties, biases or allowed tokens",
+    "num_adjustments+1": "boundaries between the biases of adjustments",
+    "num_biases": "biases of all adjustments",
+    "num_masks": "token masks of all adjustments",
     "num_pages": "KV pages of the deployment",
     "num_slots": "request slots of the deployment",
 }
@@ -263,13 +267,40 @@ def _gather_rows(types: Sequence[TensorType], attrs: Attrs, dtype: str) -> tuple
 SAMPLE_OPERANDS: Mapping[str, str] = {
     "logit_target": "int32", "temperature": "float32", "top_p": "float32", "min_p": "float32", "top_k": "int32",
     "seed": "uint64", "draw_position": "int32", "num_logprobs": "int32", "state_slot": "int32",
+    "adjustment": "int32",
 }  # fmt: skip
+ADJUST_OPERANDS: Mapping[str, tuple[str, Dim]] = {
+    "adjust_seq": ("int32", "num_adjustments"), "adjust_row": ("int32", "num_adjustments"),
+    "count_slot": ("int32", "num_adjustments"), "prompt_lens": ("int32", "num_adjustments"),
+    "repetition_penalty": ("float32", "num_adjustments"), "presence_penalty": ("float32", "num_adjustments"),
+    "frequency_penalty": ("float32", "num_adjustments"), "cu_biases": ("int32", "num_adjustments+1"),
+    "mask_row": ("int32", "num_adjustments"), "bias_ids": ("int32", "num_biases"),
+    "bias_values": ("float32", "num_biases"),
+}  # fmt: skip
+"""Operands of ``adjust_logits`` that describe adjustments, but for the token masks."""
+
+
+def _adjust_logits(types: Sequence[TensorType], attrs: Attrs, dtype: str) -> tuple[TensorType, ...]:
+    logits, token_ids, last_tokens, positions, cu_seqlens, *asked, masks, counts = types
+    count, vocab = _matrix(logits, "logits", "float32")
+    _need(count == "num_logit_rows", "one row of logits per logit row", logits)
+    _exactly(token_ids, "token_ids", "int32", "num_tokens")
+    _exactly(last_tokens, "last_tokens", "int32", "num_slots")
+    _exactly(positions, "positions", "int32", "num_tokens")
+    _exactly(cu_seqlens, "cu_seqlens", "int32", "num_seqs+1")
+    for (name, (kind, dim)), value in zip(ADJUST_OPERANDS.items(), asked, strict=True):
+        _exactly(value, name, kind, dim)
+    _exactly(masks, "token_masks", "int32", "num_masks", mask_words(_width(vocab, "vocabulary")))
+    slots, counted = _matrix(counts, "token_counts", "int32")
+    _need(slots in ("num_slots", 1) and counted == vocab, "a row of the vocabulary per slot", counts)
+    return (TensorType("float32", ("num_adjustments", vocab)), counts)
 
 
 def _sample(types: Sequence[TensorType], attrs: Attrs, dtype: str) -> tuple[TensorType, ...]:
-    logits, *rows, last_tokens = types
-    count, _ = _matrix(logits, "logits", "float32")
+    logits, adjusted, *rows, last_tokens = types
+    count, vocab = _matrix(logits, "logits", "float32")
     _need(count == "num_logit_rows", "one row of logits per logit row", logits)
+    _exactly(adjusted, "adjusted", "float32", "num_adjustments", vocab)
     for (name, row_dtype), value in zip(SAMPLE_OPERANDS.items(), rows, strict=True):
         _exactly(value, name, row_dtype, "num_logit_rows")
     _exactly(last_tokens, "last_tokens", "int32", "num_slots")
@@ -315,9 +346,15 @@ _TABLE = (
              "silu(gate) * up in float32, then rounded to the program dtype"),
     OpSchema("add", ("a", "b"), ("out",), _add, "a + b, in float32"),
     OpSchema("gather_rows", ("x", "logit_rows"), ("out",), _gather_rows, "x[logit_rows]"),
-    OpSchema("sample", ("logits", *SAMPLE_OPERANDS, "last_tokens"),
+    OpSchema("adjust_logits", ("logits", "token_ids", "last_tokens", "positions", "cu_seqlens", *ADJUST_OPERANDS,
+                               "token_masks", "token_counts"),
+             ("adjusted", "token_counts"), _adjust_logits,
+             "counts the step's tokens, then the logits of each adjustment's row with its biases, penalties and mask",
+             aliases={"token_counts": "token_counts"}),
+    OpSchema("sample", ("logits", "adjusted", *SAMPLE_OPERANDS, "last_tokens"),
              ("out_token", "out_logprob", "out_rank", "out_top_ids", "out_top_logprobs", "last_tokens"), _sample,
-             "draws a token per row (or scores logit_target) and records it in last_tokens[state_slot]",
+             "draws a token per row, from adjusted where it has an adjustment (or takes logit_target), scores it under "
+             "logits, and records it in last_tokens[state_slot]",
              aliases={"last_tokens": "last_tokens"}),
 )  # fmt: skip
 

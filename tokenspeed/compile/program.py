@@ -17,7 +17,7 @@ from typing import Any
 
 from tokenspeed.compile.ops import SCHEMAS, Attrs, AttrValue, Dim, OpSchema, TensorType, TypeRuleError
 from tokenspeed.errors import ProgramError
-from tokenspeed.step import INPUTS
+from tokenspeed.step import INPUTS, mask_words
 
 PROGRAM_FORMAT = 1
 """Version of the JSON form. 1: first."""
@@ -201,10 +201,12 @@ class ProgramBuilder:
         self._values[value.name] = value
         return value.name
 
-    def step_inputs(self, pages_per_seq: int) -> None:
+    def step_inputs(self, pages_per_seq: int, vocab_size: int) -> None:
         """Define every input of a step, by the names of ``tokenspeed.step.INPUTS``."""
         symbol: dict[str, Dim] = {
             "T": "num_tokens", "S": "num_seqs", "S+1": "num_seqs+1", "R": "num_logit_rows", "P": pages_per_seq,
+            "A": "num_adjustments", "A+1": "num_adjustments+1", "B": "num_biases", "M": "num_masks",
+            "W": mask_words(vocab_size),
         }  # fmt: skip
         for tensor in INPUTS:
             shape = tuple(symbol[dim] if isinstance(dim, str) else dim for dim in tensor.shape)

@@ -1,4 +1,4 @@
-"""The reference sampler: what every backend's ``sample`` must agree with, in NumPy.
+"""The reference sampler: what every backend's ``adjust_logits`` and ``sample`` must agree with, in NumPy.
 
 One order rules ranks, likeliest tokens, greedy choice and keep sets: greater logit first, lower id on ties.
 A NaN logit counts as -infinity; a row without a finite maximum gives its first token and log-probability NaN.
@@ -8,6 +8,12 @@ wins, where z = (logit - max) / temperature, g = -log(-log(u)) and u = (x + 0.5)
 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC'11): key = seed, counter = (draw_position,
 token_id / 4, 0, 0), lane token_id % 4. Since each token has its own u, a token that cannot win may be skipped
 without changing the draw.
+
+A row with an adjustment draws from adjusted logits, in float32 and in this order: its biases are added; a token of the
+prompt or drawn before has a positive logit divided and any other multiplied by repetition_penalty; a token drawn n > 0
+times loses n * frequency_penalty, then presence_penalty; a token that is not allowed gets -infinity, and one that is,
+at least the lowest finite float, so that one of them is drawn whatever the model says. Log-probabilities and ranks are
+those of the logits as they came from the model.
 """
 
 from __future__ import annotations
@@ -19,7 +25,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from tokenspeed.step import MAX_TOP_LOGPROBS
+from tokenspeed.step import MASK_BITS, MAX_TOP_LOGPROBS, PROMPT_FLAG
 
 Array: TypeAlias = npt.NDArray[Any]
 
@@ -92,6 +98,62 @@ def draw(
     return int(kept[np.argmax(z[kept] + gumbel)])
 
 
+def count_tokens(counts: Array, tokens: Array, first_position: int, prompt_len: int) -> None:
+    """Enter ``tokens``, at positions from ``first_position`` on, into int32[V] ``counts``, in place.
+
+    A sequence that starts from position 0 starts its counts anew: whatever ran in this slot before leaves nothing, and
+    a preempted request, which is computed again, counts what it has drawn again.
+    """
+    if first_position == 0:
+        counts[:] = 0
+    split = max(0, prompt_len - first_position)
+    counts[tokens[:split]] |= PROMPT_FLAG
+    np.add.at(counts, tokens[split:], 1)
+
+
+def penalized(logits: Array, counts: Array, repetition: float, presence: float, frequency: float) -> Array:
+    """``logits`` after the three penalties, by the ``counts`` of ``count_tokens``."""
+    number = logits.dtype.type
+    with np.errstate(invalid="ignore"):
+        scaled = np.where(logits > 0, logits / number(repetition), logits * number(repetition))
+        drawn = counts & ~np.int32(PROMPT_FLAG)
+        rarer = np.where(counts != 0, scaled, logits) - number(frequency) * drawn.astype(logits.dtype)
+        return np.where(drawn > 0, rarer - number(presence), rarer)
+
+
+def masked(logits: Array, words: Array) -> Array:
+    """``logits`` with only the tokens allowed whose bits are set in int32[W] ``words``."""
+    tokens = np.arange(len(logits))
+    allowed = words[tokens // MASK_BITS] >> (tokens % MASK_BITS) & 1 == 1
+    lowest = np.finfo(np.float32).min.astype(logits.dtype)
+    return np.where(allowed, np.maximum(clean(logits), lowest), logits.dtype.type(-np.inf))
+
+
+def adjust_rows(logits: Array, step: Mapping[str, Array], counts: Array) -> Array:
+    """The ``adjust_logits`` op: ``step`` holds its other operands by name; writes ``counts`` [slots][V] in place.
+
+    Returns the adjusted logits [num_adjustments, V]; rows of adjustments that draw nothing are 0.
+    """
+    adjusted = np.zeros((len(step["adjust_seq"]), logits.shape[1]), logits.dtype)
+    for i, (seq, row, slot) in enumerate(zip(step["adjust_seq"], step["adjust_row"], step["count_slot"], strict=True)):
+        first, last = step["cu_seqlens"][seq], step["cu_seqlens"][seq + 1]
+        if slot >= 0:
+            tokens = step["token_ids"][first:last].copy()
+            tokens[tokens < 0] = step["last_tokens"][-1 - tokens[tokens < 0]]
+            count_tokens(counts[slot], tokens, int(step["positions"][first]), int(step["prompt_lens"][i]))
+        if row < 0:
+            continue
+        biases = slice(step["cu_biases"][i], step["cu_biases"][i + 1])
+        z = logits[row].copy()
+        z[step["bias_ids"][biases]] += step["bias_values"][biases].astype(z.dtype)
+        if slot >= 0:
+            penalties = (float(step[f"{kind}_penalty"][i]) for kind in ("repetition", "presence", "frequency"))
+            z = penalized(z, counts[slot], *penalties)
+        mask = step["mask_row"][i]
+        adjusted[i] = z if mask < 0 else masked(z, step["token_masks"][mask])
+    return adjusted
+
+
 @dataclass(frozen=True)
 class Scores:
     """Log-probabilities of one row under its unscaled logits, natural log."""
@@ -113,7 +175,9 @@ def score(logits: Array, token: int, num_top: int) -> Scores:
     return Scores(float(logprobs[token]), 1 + int(ahead.sum()), top, logprobs[top])
 
 
-def sample_rows(logits: Array, rows: Mapping[str, Array], last_tokens: Array) -> tuple[Array, ...]:
+def sample_rows(
+    logits: Array, adjusted: Array, rows: Mapping[str, Array], last_tokens: Array
+) -> tuple[Array, ...]:  # fmt: skip
     """The ``sample`` op: ``rows`` holds its per-row operands by name; writes ``last_tokens`` in place.
 
     Returns out_token, out_logprob, out_rank, out_top_ids, out_top_logprobs, last_tokens. Likeliest tokens that a
@@ -127,8 +191,10 @@ def sample_rows(logits: Array, rows: Mapping[str, Array], last_tokens: Array) ->
     for row in range(count):
         token, slot = int(rows["logit_target"][row]), int(rows["state_slot"][row])
         if token < 0:
+            adjustment = int(rows["adjustment"][row])
             token = draw(
-                logits[row], temperature=float(rows["temperature"][row]), top_k=int(rows["top_k"][row]),
+                logits[row] if adjustment < 0 else adjusted[adjustment],
+                temperature=float(rows["temperature"][row]), top_k=int(rows["top_k"][row]),
                 top_p=float(rows["top_p"][row]), min_p=float(rows["min_p"][row]), seed=int(rows["seed"][row]),
                 draw_position=int(rows["draw_position"][row]),
             )  # fmt: skip

@@ -188,9 +188,9 @@ def _sizes_in(bucket: Bucket, sizes: Mapping[str, int]) -> dict[str, int]:
 def op_sizes(program: Program, op: Op, deployment: Mapping[str, int]) -> dict[str, int]:
     """The fixed sizes of ``op``, by the names that KernelSpecs use: its whole-number attributes and
 
-    H columns of a row (embedding, rms_norm, gather_rows), V vocabulary (sample), N and K output and input
-    features and F gated features (projections), for attention the sizes of the deployment, and ``rows``: which of
-    STEP_SCALARS counts the rows of its first result.
+    H columns of a row (embedding, rms_norm, gather_rows), V vocabulary (adjust_logits, sample), N and K output and
+    input features and F gated features (projections), for attention the sizes of the deployment, and ``rows``: which
+    of STEP_SCALARS counts the rows of its first result.
     """
 
     def width(value: str) -> int:
@@ -210,6 +210,6 @@ def op_sizes(program: Program, op: Op, deployment: Mapping[str, int]) -> dict[st
             sizes |= {"F": sizes.pop("features"), "K": width(op.operand("x"))}
         case "rope_kv_write" | "paged_attention":
             sizes |= deployment
-        case "sample":
+        case "adjust_logits" | "sample":
             sizes["V"] = width(op.operand("logits"))
     return sizes

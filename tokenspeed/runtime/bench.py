@@ -176,7 +176,8 @@ def bare_step_seconds(engine: Engine, sequences: int) -> float:
         SequencePart([None], position, range(i * each, (i + 1) * each), slot=i, sampling=Sampling())
         for i in range(sequences)
     ]
-    prepared = [MadeStep(i, parts, page_size, envelope.pages_per_seq) for i in range(executor.io_sets)]
+    shape = (page_size, envelope.pages_per_seq, engine.info.vocab_size)
+    prepared = [MadeStep(i, parts, *shape) for i in range(executor.io_sets)]
     in_flight = deque(executor.submit(step) for step in prepared)
     began = time.perf_counter()
     for number in range(BARE_STEPS):

@@ -25,7 +25,7 @@ from tokenspeed.runtime.guard import HostTimes, StepParts, after_ready
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.loader import load as load_artifact
 from tokenspeed.runtime.request import EngineEvent, EventSink, FinishReason, SamplingParams, TokenLogprobs
-from tokenspeed.runtime.sampling import resolve
+from tokenspeed.runtime.sampling import resolve, token_mask
 from tokenspeed.step import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ class Engine:
             # The limit is kept in submit(); preempted requests wait too, and none of them may be refused for it.
             max_waiting=max_waiting + envelope.max_num_seqs,
             max_in_flight=loaded.executor.io_sets,
+            vocab_size=self.info.vocab_size,
         )
         self._scheduler = self.new_scheduler()
         self._max_waiting = max_waiting
@@ -184,6 +185,8 @@ class Engine:
         stop_ids = frozenset(params.stop_token_ids) | (
             frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_token_ids)
         )
+        bias = sorted((params.logit_bias or {}).items())
+        allowed = params.allowed_token_ids
         native = _native.RequestParams(
             max_new_tokens=params.max_tokens,
             temperature=params.temperature,
@@ -194,6 +197,12 @@ class Engine:
             num_logprobs=-1 if params.logprobs is None else params.logprobs,
             num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
             stop_token_ids=sorted(stop_ids),
+            repetition_penalty=params.repetition_penalty,
+            presence_penalty=params.presence_penalty,
+            frequency_penalty=params.frequency_penalty,
+            bias_ids=[token for token, _ in bias],
+            bias_values=[value for _, value in bias],
+            token_mask=[] if allowed is None else token_mask(allowed, self.info.vocab_size),
         )
         asks_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         live = _Live(sink, params, None if params.prompt_logprobs is None else [None], asks_logprobs)

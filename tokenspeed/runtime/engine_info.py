@@ -22,6 +22,7 @@ class EngineInfo:
     max_num_seqs: int
     max_prefill_tokens: int
     max_top_logprobs: int
+    penalties: bool
     page_size: int
     num_pages: int
     device: str
@@ -60,6 +61,7 @@ def info_of(loaded: Loaded) -> EngineInfo:
         max_num_seqs=envelope.max_num_seqs,
         max_prefill_tokens=envelope.max_prefill_tokens,
         max_top_logprobs=MAX_TOP_LOGPROBS,
+        penalties=envelope.penalties,
         page_size=envelope.page_size,
         num_pages=loaded.num_pages,
         device=loaded.place,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -14,6 +14,11 @@ class SamplingParams:
     ``temperature`` 0 is greedy (lowest token id on exact ties). ``top_k`` 0 or -1 is off.
     ``seed`` None draws a fresh seed at submit. ``logprobs`` k reports the drawn token's log-probability
     and the k likeliest (0: only the drawn one; None: nothing); ``prompt_logprobs`` likewise for the prompt.
+
+    Logits are adjusted before a draw, in this order: ``logit_bias`` (token id -> added); ``repetition_penalty`` divides
+    positive logits of tokens in prompt or output, and multiplies others (1 is off); ``frequency_penalty`` times how
+    often a token was drawn, and ``presence_penalty`` if it was at all, are subtracted; with ``allowed_token_ids`` only
+    those can be drawn. Log-probabilities are those of the logits before all this.
     """
 
     max_tokens: int | None = None
@@ -28,6 +33,16 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] | None = None
+    allowed_token_ids: tuple[int, ...] | None = None
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether drawing needs to know which tokens came before."""
+        return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
 class FinishReason(StrEnum):

@@ -8,16 +8,22 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from tokenspeed.errors import RequestError
 from tokenspeed.runtime.request import SamplingParams
+from tokenspeed.step import MAX_LOGIT_BIAS, mask_words
 
 MIN_TEMPERATURE = 1e-5
 """The smallest temperature above 0: logits divided by less would leave the range of float32."""
 MAX_TEMPERATURE = 100.0
+MAX_PENALTY = 2.0
+"""Presence and frequency penalties go from minus this to this, as OpenAI has them."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+MAX_BIAS = 100.0
 MAX_REPLICAS = 128
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024
@@ -35,6 +41,8 @@ class Limits(Protocol):
     def vocab_size(self) -> int: ...
     @property
     def max_top_logprobs(self) -> int: ...
+    @property
+    def penalties(self) -> bool: ...
 
 
 class ContextLengthError(RequestError):
@@ -99,6 +107,61 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
         if value is not None:
             _integer(name, value, 0, limits.max_top_logprobs)
     _check_stops(params, limits)
+    _check_penalties(params, limits)
+    if params.logit_bias is not None:
+        _check_bias(params.logit_bias, limits)
+    if params.allowed_token_ids is not None:
+        _check_allowed(params.allowed_token_ids, limits)
+
+
+def _check_penalties(params: SamplingParams, limits: Limits) -> None:
+    for name in ("presence_penalty", "frequency_penalty"):
+        if not -MAX_PENALTY <= _number(name, getattr(params, name)) <= MAX_PENALTY:
+            needed = f"a number from {-MAX_PENALTY:g} to {MAX_PENALTY:g}"
+            raise _refused(name, getattr(params, name), needed, "0 turns it off")
+    low, high, repetition = MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY, params.repetition_penalty
+    if not low <= _number("repetition_penalty", repetition) <= high:
+        raise _refused("repetition_penalty", repetition, f"a number from {low:g} to {high:g}", "1 turns it off")
+    if params.has_penalties and not limits.penalties:
+        off = {"presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1}
+        name = next(name for name, value in off.items() if getattr(params, name) != value)
+        raise RequestError(
+            f"{name} needs an artifact that counts tokens; this one was built with penalties off",
+            param=name,
+            hint="leave it out, or rebuild with `tokenspeed build --penalties on`",
+        )
+
+
+def _check_bias(bias: Mapping[int, float], limits: Limits) -> None:
+    if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS:
+        found = f"{len(bias)}" if isinstance(bias, Mapping) else repr(bias)
+        raise _refused("logit_bias", found, f"a mapping of at most {MAX_LOGIT_BIAS} token ids", "send fewer")
+    for token, value in bias.items():
+        if not _is_integer(token) or not 0 <= token < limits.vocab_size:
+            needed = f"a mapping of token ids from 0 to {limits.vocab_size - 1}"
+            raise _refused("logit_bias", token, needed, "use the tokenizer of the model that is served")
+        if not -MAX_BIAS <= _number("logit_bias", value) <= MAX_BIAS:
+            raise _refused(
+                "logit_bias", f"{value} for token {token}", f"numbers from {-MAX_BIAS:g} to {MAX_BIAS:g}", None
+            )
+
+
+def _check_allowed(token_ids: Sequence[int], limits: Limits) -> None:
+    if len(token_ids) == 0:
+        raise _refused("allowed_token_ids", "none", "at least one token id", "leave it out to allow every token")
+    for token in token_ids:
+        if not _is_integer(token) or not 0 <= token < limits.vocab_size:
+            needed = f"token ids from 0 to {limits.vocab_size - 1}"
+            raise _refused("allowed_token_ids", token, needed, "use the tokenizer of the model that is served")
+
+
+def token_mask(token_ids: Sequence[int], vocab_size: int) -> list[int]:
+    """``token_ids`` as a row of token_masks (tokenspeed/step.py): int32 words."""
+    words = array("i", bytes(4 * mask_words(vocab_size)))
+    bits = memoryview(words).cast("B")
+    for token in token_ids:
+        bits[token >> 3] |= 1 << (token & 7)  # machines that serve are little-endian
+    return words.tolist()
 
 
 def _check_draw(params: SamplingParams) -> None:

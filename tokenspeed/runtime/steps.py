@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tokenspeed.step import INPUTS, IO, STEP_SIZES
+from tokenspeed.step import INPUTS, IO, STEP_SIZES, mask_words
 
 _TYPECODES = {"int32": "i", "int64": "q", "uint64": "Q", "float32": "f"}
 
@@ -21,6 +21,20 @@ class Sampling:
     min_p: float = 0.0
     top_k: int = 0
     num_logprobs: int = -1
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    num_biases: int = 0
+    mask: int | None = None
+    """Every word of the row's token mask, or None: every token is allowed."""
+
+    @property
+    def penalized(self) -> bool:
+        return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1.0, 0.0, 0.0)
+
+    @property
+    def adjusted(self) -> bool:
+        return self.penalized or self.num_biases > 0 or self.mask is not None
 
 
 @dataclass
@@ -52,12 +66,14 @@ class MadeStep:
     Args:
         page_size: positions of a KV page.
         pages_per_seq: entries of a page table row.
+        vocab_size: of token masks.
     """
 
     id: int
     sequences: Sequence[SequencePart]
     page_size: int
     pages_per_seq: int
+    vocab_size: int
     num_tokens: int = 0
     num_seqs: int = 0
     num_logit_rows: int = 0
@@ -66,9 +82,12 @@ class MadeStep:
     def __post_init__(self) -> None:
         self._arrays = {t.name: array(_TYPECODES[t.dtype]) for t in INPUTS}
         self._arrays["cu_seqlens"].append(0)
+        self._arrays["cu_biases"].append(0)
         for sequence in self.sequences:
             self._add(sequence)
-        sizes = (self.num_tokens, self.num_seqs, self.num_logit_rows, 0)
+        a, words = self._arrays, mask_words(self.vocab_size)
+        counts = (len(a["adjust_seq"]), len(a["bias_ids"]), len(a["token_masks"]) // words)
+        sizes = (self.num_tokens, self.num_seqs, self.num_logit_rows, *counts, 0, 0)
         self._arrays[STEP_SIZES.name] = array("i", sizes)
 
     def copy_to(self, io: memoryview, offsets: Sequence[int], /) -> None:
@@ -95,6 +114,8 @@ class MadeStep:
             self._add_row(i, target, asked, sequence, sequence.first_position + i + 1, -1)
         if sequence.sampling is not None:
             self._add_row(len(sequence.tokens) - 1, -1, sequence.sampling, sequence, end, sequence.slot)
+            if sequence.sampling.adjusted:
+                self._add_adjustment(sequence.sampling, sequence)
         self.num_tokens += len(sequence.tokens)
         self.num_seqs += 1
         a["cu_seqlens"].append(self.num_tokens)
@@ -113,7 +134,33 @@ class MadeStep:
             "draw_position": position,
             "num_logprobs": sampling.num_logprobs,
             "state_slot": slot,
+            "adjustment": -1,
         }
         for name, value in values.items():
             self._arrays[name].append(value)
         self.num_logit_rows += 1
+
+    def _add_adjustment(self, sampling: Sampling, sequence: SequencePart) -> None:
+        """Of the row added last; every token counts as the prompt's."""
+        a = self._arrays
+        a["adjustment"][-1] = len(a["adjust_seq"])
+        biases = min(sampling.num_biases, self.vocab_size)
+        a["bias_ids"].extend(i * self.vocab_size // biases for i in range(biases))
+        a["bias_values"].extend([1.0] * biases)
+        values = {
+            "adjust_seq": self.num_seqs,
+            "adjust_row": self.num_logit_rows - 1,
+            "count_slot": sequence.slot if sampling.penalized else -1,
+            "prompt_lens": sequence.first_position + len(sequence.tokens),
+            "repetition_penalty": sampling.repetition_penalty,
+            "presence_penalty": sampling.presence_penalty,
+            "frequency_penalty": sampling.frequency_penalty,
+            "cu_biases": len(a["bias_ids"]),
+            "mask_row": -1,
+        }
+        if sampling.mask is not None:
+            words = mask_words(self.vocab_size)
+            values["mask_row"] = len(a["token_masks"]) // words
+            a["token_masks"].extend([sampling.mask] * words)
+        for name, value in values.items():
+            a[name].append(value)

@@ -21,7 +21,7 @@ from tokenspeed.errors import ResourceError, UsageError
 from tokenspeed.runtime.engine import Engine
 from tokenspeed.runtime.guard import after_ready, percentiles
 from tokenspeed.runtime.steps import MadeStep, Sampling, SequencePart
-from tokenspeed.step import MAX_TOP_LOGPROBS
+from tokenspeed.step import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
 STEPS_PER_BUCKET = 24
 SHARED_PAGES = 8
@@ -38,6 +38,12 @@ VARIANTS: dict[str, Sampling] = {
     "all filters": Sampling(temperature=1.2, top_k=50, top_p=0.95, min_p=0.02),
     "logprobs": Sampling(temperature=0.7, num_logprobs=0),
     "top logprobs": Sampling(temperature=0.0, num_logprobs=MAX_TOP_LOGPROBS),
+    "biases": Sampling(temperature=0.8, num_biases=8),
+    "allowed tokens": Sampling(temperature=0.8, mask=0x55555555),
+    "penalties": Sampling(temperature=0.8, repetition_penalty=1.1, presence_penalty=0.3, frequency_penalty=0.2),
+    "all adjustments": Sampling(
+        temperature=0.8, top_p=0.95, num_logprobs=2, repetition_penalty=1.1, num_biases=MAX_LOGIT_BIAS, mask=0x55555555
+    ),
 }
 MIXED_ROWS = "rows mixed"
 """One more variant: every row draws in its own way."""
@@ -183,6 +189,7 @@ class _Maker:
         self._page_size, self._pages_per_seq = envelope.page_size, envelope.pages_per_seq
         self._max_model_len, self._max_num_seqs = envelope.max_model_len, envelope.max_num_seqs
         self._vocab_size = engine.info.vocab_size
+        self._variants = {n: v for n, v in VARIANTS.items() if engine.info.penalties or not v.penalized}
         self.buckets = sorted(entry.bucket for entry in engine.loaded.section.buckets)
         pages = list(range(engine.loaded.num_pages))
         rng.shuffle(pages)
@@ -190,7 +197,7 @@ class _Maker:
         self._shared, self._own = pages[:num_shared], pages[num_shared:]
 
     def variant(self, number: int) -> str:
-        return (*VARIANTS, MIXED_ROWS)[number % (len(VARIANTS) + 1)]
+        return (*self._variants, MIXED_ROWS)[number % (len(self._variants) + 1)]
 
     def fill_shared_pages(self) -> MadeStep:
         """One prompt that writes what later steps read."""
@@ -282,12 +289,12 @@ class _Maker:
 
     def _sampling(self, variant: str) -> Sampling:
         if variant != MIXED_ROWS:
-            return VARIANTS[variant]
-        drawn = self._rng.choice(list(VARIANTS.values()))
+            return self._variants[variant]
+        drawn = self._rng.choice(list(self._variants.values()))
         return replace(drawn, num_logprobs=self._rng.randint(-1, MAX_TOP_LOGPROBS))
 
     def _tokens(self, number: int) -> list[int]:
         return self._rng.choices(range(self._vocab_size), k=number)
 
     def _made(self, parts: list[SequencePart]) -> MadeStep:
-        return MadeStep(next(self._ids), parts, self._page_size, self._pages_per_seq)
+        return MadeStep(next(self._ids), parts, self._page_size, self._pages_per_seq, self._vocab_size)

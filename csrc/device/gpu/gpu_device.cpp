@@ -10,6 +10,7 @@ namespace {
 constexpr uint64_t kPage = 4096;
 constexpr int kMaxIoSets = 64;
 constexpr size_t kMaxTimedSteps = 65536;
+constexpr int kNumStepCounts = 8;             // of step_sizes in tokenspeed/step.py
 constexpr uint64_t kMergeBytes = 64 << 10;   // that are copied sooner than a second copy starts
 constexpr uint64_t kRowBytes = 64;           // of a row of pages at least
 
@@ -152,8 +153,8 @@ void GpuDevice::allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_
                       std::to_string(input_bytes) + " bytes of inputs");
   }
   const auto at = static_cast<uint64_t>(std::max<int64_t>(step_sizes_offset, 0));
-  if (step_sizes_offset >= 0 && (at % 4 != 0 || at > input_bytes || input_bytes - at < sizeof(int32_t) * 4)) {
-    throw DeviceError("step sizes need 16 bytes of the inputs at a multiple of 4, but step_sizes_offset is " +
+  if (step_sizes_offset >= 0 && (at % 4 != 0 || at > input_bytes || input_bytes - at < 4 * kNumStepCounts)) {
+    throw DeviceError("step sizes need 32 bytes of the inputs at a multiple of 4, but step_sizes_offset is " +
                       std::to_string(at) + " of " + std::to_string(input_bytes));
   }
   const uint64_t stride = round_up(nbytes, kPage);
@@ -172,12 +173,13 @@ void GpuDevice::allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_
 void GpuDevice::bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outputs) {
   const std::lock_guard lock(mutex_);
   require_unsealed("bind tensors of region io");
+  const int num_scalars = step_sizes_offset_ >= 0 ? kNumStepCounts : static_cast<int>(kernels::kNumStepScalars);
   for (const auto* extents : {&inputs, &outputs}) {
     for (size_t i = 0; i < extents->size(); ++i) {
       const bool ordered = i == 0 || (*extents)[i - 1].offset <= (*extents)[i].offset;
-      if ((*extents)[i].scalar < static_cast<int>(kernels::kNumStepScalars) && ordered) continue;
+      if ((*extents)[i].scalar < num_scalars && ordered) continue;
       throw DeviceError("tensors of region io need ascending offsets and a step scalar below " +
-                        std::to_string(kernels::kNumStepScalars) + ", but tensor " + std::to_string(i) +
+                        std::to_string(num_scalars) + ", but tensor " + std::to_string(i) +
                         " is at offset " + std::to_string((*extents)[i].offset) + " with scalar " +
                         std::to_string((*extents)[i].scalar));
     }
@@ -323,12 +325,19 @@ uint64_t GpuDevice::page_row_bytes(const IoSet& set, const StepSizes& sizes) con
   return used < table.row_bytes ? used : 0;
 }
 
-// Fills ranges_ with the parts of [begin, end) that a step uses, but for the tensor at `without`.
-void GpuDevice::ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end,
-                          uint64_t without) {
+// Fills ranges_ with the parts of [begin, end) that a step uses, by its step_sizes in `set`, but for the tensor at
+// `without`.
+void GpuDevice::ranges_of(const IoSet& set, const std::vector<IoExtent>& extents, const StepSizes& sizes,
+                          uint64_t begin, uint64_t end, uint64_t without) {
   ranges_.clear();
   if (extents.empty() && begin < end) ranges_.push_back({begin, end});
-  const std::array<int64_t, 3> scalars = {sizes.num_tokens, sizes.num_seqs, sizes.num_logit_rows};
+  std::array<int32_t, kNumStepCounts> counts = {};
+  if (step_sizes_offset_ >= 0) std::memcpy(counts.data(), set.host + step_sizes_offset_, sizeof(counts));
+  std::array<int64_t, kNumStepCounts> scalars = {};
+  std::copy(counts.begin(), counts.end(), scalars.begin());
+  scalars[0] = sizes.num_tokens;
+  scalars[1] = sizes.num_seqs;
+  scalars[2] = sizes.num_logit_rows;
   for (const IoExtent& e : extents) {
     const uint64_t items = e.extra + (e.scalar < 0 ? 0 : static_cast<uint64_t>(scalars[static_cast<size_t>(e.scalar)]));
     if (items == 0 || e.offset == without) continue;
@@ -349,8 +358,8 @@ void GpuDevice::ranges_of(const std::vector<IoExtent>& extents, const StepSizes&
 
 void GpuDevice::stage(const IoSet& set, const StepSizes& sizes) {
   if (step_sizes_offset_ >= 0) {
-    const std::array<int32_t, 4> values = {static_cast<int32_t>(sizes.num_tokens), static_cast<int32_t>(sizes.num_seqs),
-                                           static_cast<int32_t>(sizes.num_logit_rows), 0};
+    const std::array<int32_t, 3> values = {static_cast<int32_t>(sizes.num_tokens), static_cast<int32_t>(sizes.num_seqs),
+                                           static_cast<int32_t>(sizes.num_logit_rows)};
     std::memcpy(set.host + step_sizes_offset_, values.data(), sizeof(values));
   }
   const Address io = regions_[static_cast<size_t>(RegionKind::Io)]->address();
@@ -362,7 +371,7 @@ void GpuDevice::stage(const IoSet& set, const StepSizes& sizes) {
                                                            stream_->get()),
                     "copy a step's page table");
   }
-  ranges_of(inputs_, sizes, 0, input_bytes_, row_bytes > 0 ? page_table_.offset : UINT64_MAX);
+  ranges_of(set, inputs_, sizes, 0, input_bytes_, row_bytes > 0 ? page_table_.offset : UINT64_MAX);
   for (const CopyRange& r : ranges_) {
     context_->check(context_->call().copy_to_device(io + r.begin, set.host + r.begin, r.end - r.begin, stream_->get()),
                     "copy a step's inputs");
@@ -371,7 +380,7 @@ void GpuDevice::stage(const IoSet& set, const StepSizes& sizes) {
 
 void GpuDevice::collect(const IoSet& set, const StepSizes& sizes) {
   const Address io = regions_[static_cast<size_t>(RegionKind::Io)]->address();
-  ranges_of(outputs_, sizes, input_bytes_, io_bytes_);
+  ranges_of(set, outputs_, sizes, input_bytes_, io_bytes_);
   for (const CopyRange& r : ranges_) {
     context_->check(context_->call().copy_to_host(set.host + r.begin, io + r.begin, r.end - r.begin, stream_->get()),
                     "copy a step's outputs");

@@ -35,8 +35,8 @@ struct GpuCounters {
   uint64_t refused = 0;  // attempts that a sealed device turned down
 };
 
-// A tensor of region io: `item_bytes` for each of sizes[scalar] + extra items, from `offset` on; extra items alone for
-// a negative scalar. Says how much of the tensor a step uses, so that no more is copied.
+// A tensor of region io: `item_bytes` for each of step_sizes[scalar] + extra items, from `offset` on; extra items alone
+// for a negative scalar. Says how much of the tensor a step uses, so that no more is copied.
 struct IoExtent {
   uint64_t offset, item_bytes;
   int scalar;
@@ -68,7 +68,8 @@ class GpuDevice {
   // Regions kv, arena and state. All are zero but kv, whose pages may hold anything.
   void allocate(RegionKind kind, uint64_t nbytes);
   // Region io: [0, input_bytes) is copied to the device before a step, the rest back after it. The host has a copy of
-  // it for each set. Each step writes its three sizes and 0 as int32 to `step_sizes_offset`, unless that is negative.
+  // it for each set. The int32[8] at `step_sizes_offset`, unless that is negative, are the step's sizes: submit() writes
+  // the first three, the host the others.
   void allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_sizes_offset);
   // Limits what a step copies to what its sizes say. Ranges that are near each other are copied in one.
   void bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outputs);
@@ -120,8 +121,8 @@ class GpuDevice {
   GpuGraph& graph_of(int graph, const StepSizes& sizes, int io_set);
   void require_free(IoSet& set, int index);
   uint64_t page_row_bytes(const IoSet& set, const StepSizes& sizes) const;
-  void ranges_of(const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin, uint64_t end,
-                 uint64_t without = UINT64_MAX);
+  void ranges_of(const IoSet& set, const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin,
+                 uint64_t end, uint64_t without = UINT64_MAX);
   void stage(const IoSet& set, const StepSizes& sizes);
   void collect(const IoSet& set, const StepSizes& sizes);
   template <typename Count>

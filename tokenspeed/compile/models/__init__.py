@@ -16,15 +16,20 @@ if TYPE_CHECKING:
 class FamilyBuilder(Protocol):
     """Builds the model-level Program of one family."""
 
-    def __call__(self, config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int) -> Program: ...
+    def __call__(
+        self, config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int, penalties: bool = True
+    ) -> Program: ...
 
 
 FAMILIES: Mapping[str, FamilyBuilder] = {"llama": build_llama}
 """By ``ModelConfig.architecture``."""
 
 
-def build_program(config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int) -> Program:
-    """The model-level Program of ``config``: dtype float32 or bfloat16, lengths in positions.
+def build_program(
+    config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int, penalties: bool = True
+) -> Program:
+    """The model-level Program of ``config``: dtype float32 or bfloat16, lengths in positions; without ``penalties``
+    it counts no tokens.
 
     Raises CheckpointError for a family that has no builder.
     """
@@ -34,4 +39,4 @@ def build_program(config: ModelConfig, *, dtype: str, max_model_len: int, page_s
             f"no model family for architecture {config.architecture!r}: need one of {', '.join(sorted(FAMILIES))}",
             hint="convert the checkpoint to a supported family, or add a builder under tokenspeed/compile/models",
         )
-    return build(config, dtype=dtype, max_model_len=max_model_len, page_size=page_size)
+    return build(config, dtype=dtype, max_model_len=max_model_len, page_size=page_size, penalties=penalties)

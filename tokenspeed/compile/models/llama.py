@@ -9,23 +9,26 @@ final norm and the LM head run for no other token.
 from __future__ import annotations
 
 from tokenspeed.compile.checkpoint import EMBEDDING, LM_HEAD, ModelConfig
-from tokenspeed.compile.ops import SAMPLE_OPERANDS, Attrs, round_up
+from tokenspeed.compile.ops import ADJUST_OPERANDS, SAMPLE_OPERANDS, Attrs, round_up
 from tokenspeed.compile.program import Program, ProgramBuilder, Source
 from tokenspeed.compile.rope import attention_factor, inverse_frequencies
 from tokenspeed.errors import EnvelopeError
 from tokenspeed.step import OUTPUTS
 
 
-def build_llama(config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int) -> Program:
+def build_llama(
+    config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int, penalties: bool = True
+) -> Program:
     """The model-level Program of a Llama-family checkpoint.
 
     ``dtype`` is the program dtype; ``max_model_len`` counts the positions of the longest sequence: rows of the
-    rope table, and of page tables in pages of ``page_size``.
+    rope table, and of page tables in pages of ``page_size``. Without ``penalties`` no tokens are counted.
     """
     _refuse_sliding_window(config, max_model_len)
     b = ProgramBuilder(config.architecture, _metadata(config, dtype, max_model_len, page_size))
-    b.step_inputs(pages_per_seq=round_up(max_model_len, page_size) // page_size)
+    b.step_inputs(pages_per_seq=round_up(max_model_len, page_size) // page_size, vocab_size=config.vocab_size)
     b.state("last_tokens", "int32", ("num_slots",))
+    b.state("token_counts", "int32", ("num_slots" if penalties else 1, config.vocab_size))
     b.weight("rope_table", (max_model_len, config.head_dim), "float32", _rope_source(config))
     embed = b.weight(EMBEDDING, (config.vocab_size, config.hidden_size))
     h = b.op("embedding", "embedding", "token_ids", "last_tokens", embed)
@@ -39,8 +42,12 @@ def build_llama(config: ModelConfig, *, dtype: str, max_model_len: int, page_siz
     if not config.tie_word_embeddings:
         lm_head = b.weight(LM_HEAD, (config.vocab_size, config.hidden_size))
     logits = b.op("linear", "logits", h, lm_head)
+    adjusted = b.op("adjust_logits", "adjust_logits", logits, "token_ids", "last_tokens", "positions", "cu_seqlens",
+                    *ADJUST_OPERANDS, "token_masks", "token_counts",
+                    results=["adjusted_logits", "token_counts.next"])  # fmt: skip
     outputs = [tensor.name for tensor in OUTPUTS]
-    b.op("sample", "sample", logits, *SAMPLE_OPERANDS, "last_tokens", results=[*outputs, "last_tokens.next"])
+    b.op("sample", "sample", logits, adjusted, *SAMPLE_OPERANDS, "last_tokens",
+         results=[*outputs, "last_tokens.next"])  # fmt: skip
     return b.finish(outputs)
 
 

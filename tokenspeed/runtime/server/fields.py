@@ -108,6 +108,16 @@ class Fields:
             self.refuse(name, "a list of integers", value)
         return tuple(value)
 
+    def biases(self, name: str) -> dict[int, float] | None:
+        """An object of numbers whose keys are token ids, written as JSON must: as strings. An empty one is none."""
+        found = self.mapping(name)
+        for key, value in found.items():
+            if not (key.isascii() and key.isdecimal() and len(key) < 16):
+                self.refuse(name, "an object whose keys are token ids", found)
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                self.refuse(name, "an object of numbers", found)
+        return {int(key): value for key, value in found.items()} or None
+
     def refuse(self, name: str, needed: str, value: object) -> NoReturn:
         name = self._prefix + name
         raise RequestError(f"{name} must be {needed}; got {_kind(value)}: {json.dumps(value)[:60]}", param=name)
@@ -121,7 +131,6 @@ def check_unicode(name: str, text: str) -> None:
         raise RequestError(f"{name} must be valid Unicode; it holds half of a surrogate pair", param=name) from None
 
 
-_NO_PENALTY = "penalties are not in this artifact's sampler: leave the field out"
 _NO_GRAMMAR = (
     "constrained decoding is not in this artifact's sampler: leave the field out and check the output yourself"
 )
@@ -129,13 +138,8 @@ _NO_TOOLS = "tool calling is not supported: describe the tools in a message and 
 _FREE_TEXT: tuple[Any, ...] = ({"type": "text"}, {})
 
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "presence_penalty": ((0,), _NO_PENALTY),
-    "frequency_penalty": ((0,), _NO_PENALTY),
-    "repetition_penalty": ((1,), _NO_PENALTY),
-    "length_penalty": ((1,), _NO_PENALTY),
-    "logit_bias": (({},), _NO_PENALTY.replace("penalties are", "logit bias is")),
-    "allowed_token_ids": (([],), _NO_GRAMMAR),
-    "bad_words": (([],), _NO_GRAMMAR),
+    "length_penalty": ((1,), "beam search is not supported: leave it out"),
+    "bad_words": (([],), "give the tokens a logit_bias of -100"),
     "response_format": (_FREE_TEXT, _NO_GRAMMAR),
     "structured_outputs": (({},), _NO_GRAMMAR),
     "guided_json": ((), _NO_GRAMMAR),

@@ -121,6 +121,11 @@ def _params(fields: Fields, *, logprobs: int | None, max_tokens: int | None) -> 
         ignore_eos=fields.boolean("ignore_eos", False),
         logprobs=logprobs,
         prompt_logprobs=fields.integer("prompt_logprobs", None),
+        presence_penalty=fields.number("presence_penalty", 0.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0),
+        repetition_penalty=fields.number("repetition_penalty", 1.0),
+        logit_bias=fields.biases("logit_bias"),
+        allowed_token_ids=None if fields.raw("allowed_token_ids") is None else fields.integers("allowed_token_ids"),
     )
 
 
