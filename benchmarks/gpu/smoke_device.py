@@ -214,7 +214,7 @@ def run(nodes: int, kernels: dict[bool, Any], path: Path, size: int, figures: di
         times = [seconds for _, seconds in device.profile(graph, 1, 1, 1, 0)]
         figures[f"{label}: us per node, profile"] = statistics.median(times) * 1e6
     summed: defaultdict[str, float] = defaultdict(float)
-    for what, _, seconds in device.spans():
+    for what, _, seconds, _ in device.spans():
         summed[what] += seconds
     for what, seconds in summed.items():
         figures[f"start: {what} ms"] = seconds * 1e3
