@@ -1,4 +1,4 @@
-"""Times the norm and sampling kernels (kernels/triton) on this GPU and checks them against the references.
+"""Times the norm, adjustment and sampling kernels (kernels/triton) on this GPU and checks them against the references.
 
     python benchmarks/gpu/bench_sample.py --json out.json
     python benchmarks/gpu/bench_sample.py --json out.json --sweep     # chunk sizes and warps of the sampler, too
@@ -25,8 +25,8 @@ import torch
 
 from tokenspeed.compile import sampler
 from tokenspeed.kernels.registry import Request, Stage
-from tokenspeed.kernels.triton import norm, sample
-from tokenspeed.step import MAX_TOP_LOGPROBS
+from tokenspeed.kernels.triton import adjust, norm, sample
+from tokenspeed.step import MAX_TOP_LOGPROBS, mask_words
 from tokenspeed.target import Target
 
 HOPPER = Target("cuda", "sm_90a")
@@ -38,10 +38,12 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "top_k 20, top_p 0.95": {"temperature": 0.7, "top_k": 20, "top_p": 0.95},
     "logprobs 5": {"num_logprobs": 5},
     "logprobs 20": {"num_logprobs": 20},
+    "adjusted, top_p 0.9": {"temperature": 1.0, "top_p": 0.9, "adjustment": "own"},
 }
 DEFAULTS: Mapping[str, tuple[torch.dtype, Any]] = {
     "logit_target": (torch.int32, -1), "temperature": (torch.float32, 0.0), "top_p": (torch.float32, 1.0),
     "min_p": (torch.float32, 0.0), "top_k": (torch.int32, 0), "num_logprobs": (torch.int32, -1),
+    "adjustment": (torch.int32, -1),
 }  # fmt: skip
 OUTPUTS = ("out_token", "out_logprob", "out_rank", "out_top_ids", "out_top_logprobs")
 
@@ -121,11 +123,13 @@ def sample_memory(kind: str, rows: int, vocab: int, asked: Mapping[str, Any]) ->
     (spec,) = sample.specs()
     words = spec.workspace_bytes({"V": vocab, "num_logit_rows": rows}) // 4
     memory: dict[str, Any] = {
-        name: torch.full((rows,), asked.get(name, default), dtype=dtype, device="cuda")
+        name: torch.full((rows,), default if name == "adjustment" else asked.get(name, default), dtype=dtype,
+                         device="cuda")
         for name, (dtype, default) in DEFAULTS.items()
-    }
+    }  # fmt: skip
     memory |= {
         "logits": logits_of(kind, rows, vocab),
+        "adjusted": logits_of(kind, rows, vocab).roll(1, 1),
         "seed": torch.arange(rows, dtype=torch.int64, device="cuda").mul_(0x9E3779B97F4A7C1).view(torch.uint64),
         "draw_position": torch.arange(rows, dtype=torch.int32, device="cuda"),
         "state_slot": torch.arange(rows, dtype=torch.int32, device="cuda"),
@@ -136,8 +140,10 @@ def sample_memory(kind: str, rows: int, vocab: int, asked: Mapping[str, Any]) ->
         "out_top_ids": torch.zeros(rows, MAX_TOP_LOGPROBS, dtype=torch.int32, device="cuda"),
         "out_top_logprobs": torch.zeros(rows, MAX_TOP_LOGPROBS, device="cuda"),
         "partials": torch.zeros(words, dtype=torch.int32, device="cuda"),
-        "step_sizes": torch.tensor([rows, rows, rows, 0], dtype=torch.int32, device="cuda"),
+        "step_sizes": torch.tensor([rows, rows, rows, 0, 0, 0, 0, 0], dtype=torch.int32, device="cuda"),
     }
+    if asked.get("adjustment") == "own":
+        memory["adjustment"] = torch.arange(rows, dtype=torch.int32, device="cuda")
     return memory
 
 
@@ -160,8 +166,9 @@ def check_sample(memory: Mapping[str, Any], rows: int) -> tuple[int, float]:
     """
     names = ("seed", "draw_position", "state_slot", *DEFAULTS)
     operands = {name: memory[name][:rows].cpu().numpy() for name in names}
-    logits = memory["logits"][:rows].cpu().numpy()
-    expected = dict(zip(OUTPUTS, sampler.sample_rows(logits, operands, np.zeros(rows, np.int32)), strict=False))
+    logits, adjusted = (memory[name][:rows].cpu().numpy() for name in ("logits", "adjusted"))
+    made = sampler.sample_rows(logits, adjusted, operands, np.zeros(rows, np.int32))
+    expected = dict(zip(OUTPUTS, made, strict=False))
     got = {name: memory[name][:rows].cpu().numpy() for name in OUTPUTS}
     same = got["out_token"] == expected["out_token"]
     np.testing.assert_array_equal(got["out_rank"][same], expected["out_rank"][same])
@@ -190,6 +197,60 @@ def bench_sample(sizes: tuple[int, ...], checked: int) -> list[dict[str, Any]]:
                 columns = " ".join(f"{time:9.2f}" for time in times)
                 print(f"sample V={vocab:<6} {kind:<6} {name:<20} {columns} us; wrong {wrong}, error {error:.1e}",
                       flush=True)  # fmt: skip
+    return results
+
+
+def adjust_memory(seqs: int, adjusted: int, biases: int, vocab: int) -> dict[str, Any]:
+    """A step of ``seqs`` decodes, the first ``adjusted`` of which ask penalties, ``biases`` biases and a mask each."""
+
+    def integers(values: Any) -> torch.Tensor:
+        return torch.as_tensor(np.asarray(values, np.int32), device="cuda")
+
+    rng, rows = np.random.default_rng(seqs), np.arange(adjusted)
+    ids = np.sort(np.stack([rng.permutation(vocab)[:biases] for _ in range(adjusted)] or [[]]), axis=1)
+    return {
+        "logits": logits_of("flat", seqs, vocab), "token_ids": integers(rng.integers(0, vocab, seqs)),
+        "last_tokens": integers(np.zeros(seqs)), "positions": integers(np.full(seqs, 700)),
+        "cu_seqlens": integers(np.arange(seqs + 1)), "adjust_seq": integers(rows), "adjust_row": integers(rows),
+        "count_slot": integers(rows), "prompt_lens": integers(np.full(adjusted, 600)),
+        "repetition_penalty": torch.full((adjusted,), 1.2, device="cuda"),
+        "presence_penalty": torch.full((adjusted,), 0.5, device="cuda"),
+        "frequency_penalty": torch.full((adjusted,), 0.25, device="cuda"),
+        "cu_biases": integers(biases * np.arange(adjusted + 1)), "mask_row": integers(rows),
+        "bias_ids": integers(ids.ravel()), "bias_values": torch.randn(ids.size, device="cuda"),
+        "token_masks": integers(rng.integers(-(2**31), 2**31, (adjusted, mask_words(vocab)))),
+        "token_counts": integers(rng.choice([0, 0, 0, 1, 1 << 30], (seqs, vocab))),
+        "adjusted": torch.zeros(seqs, vocab, device="cuda"),
+        "step_sizes": integers([seqs, seqs, seqs, adjusted, ids.size, adjusted, 0, 0]),
+    }  # fmt: skip
+
+
+def bench_adjust(checked: int) -> list[dict[str, Any]]:
+    """Times of the op with and without adjustments in the step; the first call is compared with the reference."""
+    (spec,) = adjust.specs()
+    results = []
+    for seqs, adjusted, biases in (
+        (1, 0, 0),
+        (256, 0, 0),
+        (1, 1, 0),
+        (1, 1, 1024),
+        (256, 1, 8),
+        (64, 64, 8),
+        (256, 256, 8),
+    ):
+        memory = adjust_memory(seqs, adjusted, biases, 128256)
+        (stage,) = spec.stages(Request("adjust_logits", HOPPER, "bfloat16", {"V": 128256, "num_seqs": seqs}))
+        before = {name: value.cpu().numpy() for name, value in memory.items()}
+        launch(stage, memory)
+        torch.cuda.synchronize()
+        few = min(adjusted, checked)
+        first = {name: before[name][:few] for name in ("adjust_seq", "adjust_row", "count_slot")}
+        expected = sampler.adjust_rows(before["logits"], {**before, **first}, before["token_counts"])
+        np.testing.assert_array_equal(memory["adjusted"][:few].cpu().numpy(), expected)
+        np.testing.assert_array_equal(memory["token_counts"][:few].cpu().numpy(), before["token_counts"][:few])
+        time = microseconds(lambda stage=stage, memory=memory: launch(stage, memory), 50 if adjusted < 64 else 10)
+        results.append({"seqs": seqs, "adjusted": adjusted, "biases": biases, "us": time})
+        print(f"adjust seqs={seqs:<4} adjusted={adjusted:<4} biases={biases:<5} {time:8.2f} us", flush=True)
     return results
 
 
@@ -235,6 +296,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="also time other chunk sizes and warps")
     options = parser.parse_args()
     figures: dict[str, Any] = {"device": torch.cuda.get_device_name(), "norm": bench_norm(), "stages": bench_stages()}
+    figures["adjust"] = bench_adjust(options.checked)
     sizes = (1, 64, 256)
     print("sample: columns are rows", *sizes)
     figures["sample"] = bench_sample(sizes, options.checked)
