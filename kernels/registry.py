@@ -15,6 +15,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from math import prod
 from typing import Any, Protocol, TypeAlias
 
 from tokenspeed.errors import SelectionError
@@ -146,8 +147,11 @@ class DeviceKernel:
             (``*bf16``, ``*fp32``, ``*i32``, ``*i64``, ``*u64``) or scalars (``i32``, ``fp32``). Pointers are
             declared divisible by 16, scalars are not specialized.
         constants: (name, value) of every other parameter, sorted by name.
-        num_warps: warps of a block.
+        num_warps: warps of a block; of a Gluon kernel with roles, those of the first.
         num_stages: depth of the compiler's software pipelines.
+        max_registers: registers of a thread at most, or 0 for the compiler's choice.
+        scratch_bytes: scratch memory of each block, to which Triton adds a parameter: written before the kernel has
+            waited for its predecessors, so nothing else may lie there during a step.
     """
 
     module: str
@@ -156,6 +160,8 @@ class DeviceKernel:
     constants: tuple[tuple[str, Constant], ...]
     num_warps: int
     num_stages: int
+    max_registers: int = 0
+    scratch_bytes: int = 0
 
     def __str__(self) -> str:
         constants = ", ".join(f"{name}={value}" for name, value in self.constants)
@@ -178,6 +184,11 @@ class Stage:
     library: LibraryKernel | None = None
     once: bool = False
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Scratch memory of the launch: that of all its blocks."""
+        return 0 if self.kernel is None else self.kernel.scratch_bytes * prod(self.grid)
+
 
 def device_stage(
     *,
@@ -191,17 +202,20 @@ def device_stage(
     grid: tuple[int, int, int],
     target: Target,
     name: str = "",
+    early: bool = False,
+    max_registers: int = 0,
+    scratch_bytes: int = 0,
 ) -> Stage:
     """The Stage that launches the Triton function ``function``.
 
     ``arguments`` (as for ``argument_rules``) and ``types`` are parallel, one entry per parameter that is not a
-    constant, in the function's order; ``constants`` name the others but for PDL (programmatic dependent launch),
-    which is on where the target has it.
+    constant, in the function's order; ``constants`` name the others but for PDL (programmatic dependent launch): 0
+    where the target has none, else 1, or 2 with ``early`` (kernels/triton/common.py says what they mean).
     """
     source = getattr(function, "fn", function)
     parameters = tuple(inspect.signature(source).parameters)
     programmatic = target.backend == "cuda"
-    values: dict[str, Constant] = {**constants, "PDL": programmatic}
+    values: dict[str, Constant] = {**constants, "PDL": (2 if early else 1) if programmatic else 0}
     rules, kinds = argument_rules(arguments), tuple(word.strip() for word in types.split(","))
     passed = tuple(p for p in parameters if p not in values)
     assert len(passed) == len(rules) == len(kinds), (source.__name__, passed, rules, kinds)
@@ -213,6 +227,8 @@ def device_stage(
         constants=tuple(sorted(values.items())),
         num_warps=num_warps,
         num_stages=num_stages,
+        max_registers=max_registers,
+        scratch_bytes=scratch_bytes,
     )
     return Stage(source.__name__, rules, name, kernel, grid, programmatic)
 

@@ -10,6 +10,8 @@ import subprocess
 import sys
 import zipfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from tokenspeed.kernels.triton import linear_config, linear_tuning
 from tokenspeed.kernels.triton.linear_config import Config, choose, to_json
 from tokenspeed.runtime.tuning import ROUNDS, Outcome, Results, filling, find_gpu, measure
 from tokenspeed.target import Target
-from tokenspeed.tuning_pack import Rotation, TuningPack, chain
+from tokenspeed.tuning_pack import SCRATCH_SLOTS, Rotation, TuningPack, chain
 
 HOPPER = Target.parse("cuda:sm_90a")
 SLOW, FAST, WRONG = (Config(16, 32, 64, warps, 2, swapped=True) for warps in (1, 2, 4))
@@ -317,8 +319,11 @@ def test_calls_rotate_over_the_copies(packed: Path) -> None:
     with TuningPack(packed) as opened:
         case = opened.manifest.shapes[0].cases[0]
         call = LaunchGraph.decode(opened.read(case.candidates[0].graph))
-    inside = next(p for i, p in call.nodes[-1].pointers() if i == 1)
-    graph = chain(call, Rotation(inside.offset, inside.extent, 100 * 4096, 3), 7)
+        inside = next(p for i, p in call.nodes[-1].pointers() if i == 1)
+        shape = replace(
+            opened.manifest.shapes[0], rotation=Rotation(inside.offset, inside.extent, 100 * 4096, 3)
+        )  # fmt: skip
+    graph = chain(call, shape, 7)
     assert [node.predecessors for node in graph.nodes] == [(), *((i,) for i in range(13))]
     assert len({node.name for node in graph.nodes}) == 14
     offsets = [node.args[1].offset for node in graph.nodes[1::2] if isinstance(node.args[1], Pointer)]
@@ -328,6 +333,24 @@ def test_calls_rotate_over_the_copies(packed: Path) -> None:
         assert [a for j, a in enumerate(node.args) if (i % 2, j) != (1, 1)] == [
             a for j, a in enumerate(first) if (i % 2, j) != (1, 1)
         ]
+
+
+def test_calls_in_flight_have_scratch_memory_of_their_own(
+    checkpoint: Path, cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wide = Config(64, 64, 64, 4, 2, swapped=False, kind="wide")
+    monkeypatch.setattr(linear_tuning, "candidates", lambda *_: (wide,))
+    pack([checkpoint], tmp_path / "p", HOPPER, rows=[512], ops=["linear_add"], cache=cache)
+    with TuningPack(tmp_path / "p") as opened:
+        shape = opened.manifest.shapes[0]
+        tile, call = (LaunchGraph.decode(opened.read(c.graph)) for c in shape.cases[0].candidates)
+    assert [p for _, p in tile.nodes[-1].pointers() if p.region is Region.ARENA] == []
+    graph = chain(call, shape, 2 * SCRATCH_SLOTS)
+    places = [p.offset for node in graph.nodes for _, p in node.pointers() if p.region is Region.ARENA]
+    assert places[0] == shape.scratch.offset and len(set(places)) == SCRATCH_SLOTS > 128
+    assert places[SCRATCH_SLOTS:] == places[:SCRATCH_SLOTS]
+    assert all(b - a >= 8 * 256 for a, b in pairwise(sorted(set(places))))  # eight programs of 64 rows
+    assert max(places) + 8 * 256 <= shape.arena_bytes
 
 
 # ---- damaged packs --------------------------------------------------------------------------------------------
@@ -369,12 +392,13 @@ def rewritten(packed: Path, path: Path, change: Any, *, drop: str | None = None)
 
 
 CHANGES: dict[str, Any] = {
-    "format version 2": lambda raw: raw.update(format_version=2),
+    "format version 3": lambda raw: raw.update(format_version=3),
     "target cpu:x86-64-v3 is no GPU": lambda raw: raw.update(target="cpu:x86-64-v3"),
     "unknown target": lambda raw: raw.update(target="cuda:sm_1"),
     "peak is not positive": lambda raw: raw["peak"].update(flops_per_s=0),
     "copies of .* do not lie": lambda raw: raw["shapes"][0]["rotation"].update(copies=100000),
     "weights_bytes is -1": lambda raw: raw["shapes"][0].update(weights_bytes=-1),
+    "scratch memory of .* does not lie": lambda raw: raw["shapes"][0]["scratch"].update(copies=100000, stride=4096),
     "result of .* does not lie": lambda raw: raw["shapes"][0].update(result_row_bytes=1 << 40),
     "repeats 17 times over 16 copies": lambda raw: raw["shapes"][0]["cases"][0].update(repeats=17),
     "graph .* is no member": lambda raw: raw["shapes"][0]["cases"][0].update(before="graphs/x.tslg"),

@@ -29,11 +29,16 @@ from tokenspeed.errors import ArtifactError, ResourceError, TargetError
 from tokenspeed.graph import Argument, LaunchGraph, Node, Pointer, Region
 from tokenspeed.target import Target
 
-FORMAT_VERSION = 1
-"""Of packs and of the results of a run. History: 1 (2026-11-29)."""
+FORMAT_VERSION = 2
+"""Of packs and of the results of a run. History: 1 (2026-11-29); 2 (2026-11-29): scratch memory of launches."""
 MANIFEST, DIGEST = "manifest.json", "DIGEST"
 STEP_SIZES_BYTES = 16
 """The sizes of the step, int32[4], are all that a pack's graphs read from region io, at its beginning."""
+
+SCRATCH_SLOTS = 256
+"""Calls of a chain that have scratch memory of their own before it starts anew. It is written before a launch has
+waited for those before it, and a device runs at most 128 grids at a time (CUDA C++ Programming Guide, "Compute
+Capabilities")."""
 
 ConfigJson: TypeAlias = Mapping[str, int | float | bool | str]
 _MOST = 1 << 50
@@ -84,7 +89,8 @@ class Case:
 class Shape:
     """One op of one shape: what a table finds entries by, but for M; the regions it needs, in bytes; its cases.
 
-    The result lies in region io, at ``result_offset``, in rows of ``result_row_bytes``.
+    ``scratch`` is the part of region arena, if any, of which each call of a chain takes the next copy. The result lies
+    in region io, at ``result_offset``, in rows of ``result_row_bytes``.
     """
 
     family: str
@@ -97,6 +103,7 @@ class Shape:
     result_offset: int
     result_row_bytes: int
     rotation: Rotation
+    scratch: Rotation
     cases: tuple[Case, ...]
 
     def __str__(self) -> str:
@@ -193,7 +200,8 @@ def _shape(raw: Mapping[str, Any]) -> Shape:
         _record(Case, case, candidates=tuple(_record(Candidate, c) for c in case["candidates"]))
         for case in raw["cases"]
     )
-    return _record(Shape, raw, rotation=_record(Rotation, raw["rotation"]), cases=cases)
+    rotation, scratch = (_record(Rotation, raw[name]) for name in ("rotation", "scratch"))
+    return _record(Shape, raw, rotation=rotation, scratch=scratch, cases=cases)
 
 
 def _check(manifest: PackManifest) -> None:
@@ -208,6 +216,9 @@ def _check(manifest: PackManifest) -> None:
             r.offset + (r.copies - 1) * r.stride + r.nbytes > shape.weights_bytes
         ):
             raise ValueError(f"the copies of {shape} do not lie in its region weights")
+        s = shape.scratch
+        if s.copies < 1 or s.stride < s.nbytes or s.offset + s.copies * s.stride > shape.arena_bytes:
+            raise ValueError(f"the scratch memory of {shape} does not lie in its region arena")
         if (
             shape.result_offset < STEP_SIZES_BYTES
             or shape.result_offset + most * shape.result_row_bytes > shape.io_bytes
@@ -323,24 +334,24 @@ class TuningPack:
 # --- chains of calls ------------------------------------------------------------------------------
 
 
-def chain(call: LaunchGraph, rotation: Rotation, repeats: int) -> LaunchGraph:
+def chain(call: LaunchGraph, shape: Shape, repeats: int) -> LaunchGraph:
     """``repeats`` of one call, each node after the one before it, as in a step: call i reads copy ``i % copies`` of
-    the cold operand."""
+    the cold operand, and likewise takes scratch memory."""
     nodes: list[Node] = []
     for i in range(repeats):
-        shift = i % rotation.copies * rotation.stride
         for node in call.nodes:
-            args = tuple(_shifted(arg, rotation, shift) for arg in node.args)
+            args = tuple(
+                _shifted(_shifted(arg, Region.WEIGHTS, shape.rotation, i), Region.ARENA, shape.scratch, i)
+                for arg in node.args
+            )
             before = (len(nodes) - 1,) if nodes else ()
             nodes.append(Node(f"{node.name}/{i}", node.symbol, args, before, node.launch))
     return LaunchGraph(tuple(nodes))
 
 
-def _shifted(arg: Argument, rotation: Rotation, shift: int) -> Argument:
-    inside = (
-        isinstance(arg, Pointer)
-        and arg.region is Region.WEIGHTS
-        and rotation.offset <= arg.offset
-        and arg.end <= rotation.offset + rotation.nbytes
-    )
-    return Pointer(arg.region, arg.offset + shift, arg.extent, arg.access) if inside else arg  # type: ignore[union-attr]
+def _shifted(arg: Argument, region: Region, rotation: Rotation, call: int) -> Argument:
+    if not isinstance(arg, Pointer) or arg.region is not region:
+        return arg
+    if arg.offset < rotation.offset or arg.end > rotation.offset + rotation.nbytes:
+        return arg
+    return Pointer(region, arg.offset + call % rotation.copies * rotation.stride, arg.extent, arg.access)

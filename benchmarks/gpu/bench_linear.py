@@ -31,7 +31,8 @@ import step_chain
 from linear_build import HOPPER, Key, compile_all, compile_kernel
 from linear_models import MODELS, Shape
 
-from tokenspeed.kernels.triton.linear_config import FORMAT_VERSION, Config, candidates, to_json
+from tokenspeed.kernels.triton.linear_candidates import candidates
+from tokenspeed.kernels.triton.linear_config import FORMAT_VERSION, Config, to_json
 
 ROWS = (1, 8, 16, 32, 64, 128, 256, 512, 2048, 8192)
 COLD_BYTES = 160 << 20
@@ -195,7 +196,10 @@ def sweep(args: argparse.Namespace, pool: Pool) -> dict[str, Any]:
     end = time.perf_counter() + args.budget
     work = [(shape, m) for model in args.models for shape in MODELS[model].shapes for m in args.rows]
     work = [(shape, m) for shape, m in work if m <= LARGEST_HEAD_ROWS or "head" not in shape.name]
-    plan = {(shape, m): candidates(HOPPER, shape.op, m, shape.n, shape.k) for shape, m in work}
+    plan = {
+        (shape, m): tuple(c for c in candidates(HOPPER, shape.op, m, shape.n, shape.k) if c.kind == "tile")
+        for shape, m in work
+    }
     good = compile_all(pool, ((s.op, s.n, s.k, c) for (s, _), configs in plan.items() for c in configs))
     bench = Bench()
     ceilings = bench.ceilings()

@@ -1,4 +1,4 @@
-"""Compares the kernels of linear_stream.py and linear_wide.py with those of linear.py on this GPU.
+"""Compares the kernels of linear_wide.py with those of linear.py on this GPU, alone and in chains.
 
     python benchmarks/gpu/bench_variants.py --json out.json [--budget 200] [--models 8b,smollm2]
 
@@ -27,6 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent))
 
 from linear_models import MODELS, Shape
 from linear_variants import Variant, all_constants, check, compile_variant, function, present, variants
+
+from tokenspeed.kernels.triton.linear_config import Config, to_json
 
 COLD_BYTES = 160 << 20
 SILENCE_S = 25.0
@@ -89,10 +91,11 @@ class Device:
 
     def launch(self, shape: Shape, variant: Variant, at: dict[str, Any], copy: int) -> None:
         key = (shape.op, shape.n, shape.k, variant)
+        config = variant.config
         if key not in self._kernels:
-            compiled = compile_variant(shape, variant)
-            values = all_constants(shape, variant)
-            names = function(shape, variant.kind).arg_names
+            compiled = compile_variant(shape, config)
+            values = all_constants(shape, config)
+            names = function(shape, config).arg_names
             self._kernels[key] = compiled[(variant.programs, 1, 1)], names, values
         kernel, names, values = self._kernels[key]
         operands = {**at, "weight": at["weights"][copy % len(at["weights"])]}
@@ -353,7 +356,7 @@ def print_entry(entry: dict[str, Any]) -> None:
         print(f"{shape.name:>16} {m:>5}  WRONG {problem}")
     kinds: dict[str, list[tuple[float, Variant]]] = {}
     for variant, us in entry["ranked"]:
-        kinds.setdefault(variant.kind, []).append((us, variant))
+        kinds.setdefault(variant.config.kind, []).append((us, variant))
     best = "  ".join(
         f"{kind} {found[0][0]:.1f} ({found[0][1]!s:.44})" for kind, found in kinds.items() if kind != "tile"
     )
@@ -371,8 +374,9 @@ def fastest(entry: dict[str, Any]) -> list[Variant]:
     count: dict[str, int] = {}
     found = []
     for variant, _ in entry["ranked"]:
-        count[variant.kind] = count.get(variant.kind, 0) + 1
-        if count[variant.kind] <= TRIED_IN_STEPS:
+        kind = variant.config.kind
+        count[kind] = count.get(kind, 0) + 1
+        if count[kind] <= TRIED_IN_STEPS:
             found.append(variant)
     return found
 
@@ -403,7 +407,7 @@ def main() -> None:
         if time.perf_counter() > end - 25 * (len(args.models) - len(stepped)):
             print(f"{shape.name:>16} {m:>5} skipped: over budget")
         else:
-            choices = [v for v in plan[shape, m] if (shape, v) in good]
+            choices = [v for v in plan[shape, m] if (shape, v.config) in good]
             entries[shape, m] = entry = measure(runner, shape, m, choices)
             print_entry(entry)
             results["entries"].append(entry_json(entry))
@@ -446,8 +450,7 @@ def whole_steps(runner: Runner, name: str, entries: dict[tuple[Shape, int], Any]
 
 
 def variant_json(variant: Variant) -> dict[str, Any]:
-    return {"kind": variant.kind, "programs": variant.programs, "warps": variant.warps, "stages": variant.stages,
-            "maxnreg": variant.maxnreg, "constants": dict(variant.constants)}  # fmt: skip
+    return {"programs": variant.programs, "config": to_json(variant.config)}
 
 
 def entry_json(entry: dict[str, Any]) -> dict[str, Any]:
@@ -456,15 +459,15 @@ def entry_json(entry: dict[str, Any]) -> dict[str, Any]:
             "wrong": entry["wrong"], "all": all_times}  # fmt: skip
 
 
-def compile_all(plan: dict[tuple[Shape, int], list[Variant]], jobs: int) -> set[tuple[Shape, Variant]]:
+def compile_all(plan: dict[tuple[Shape, int], list[Variant]], jobs: int) -> set[tuple[Shape, Config]]:
     """Fill Triton's cache; prints why what does not compile does not, and returns what does.
 
     Half a second a kernel in processes of its own: a compiler that aborts takes its process along, and what that
     process was to compile is compiled again, one process a kernel.
     """
     start = time.perf_counter()
-    wanted = list(dict.fromkeys((shape, v) for (shape, _), choices in plan.items() for v in choices))
-    good: set[tuple[Shape, Variant]] = set()
+    wanted = list(dict.fromkeys((shape, v.config) for (shape, _), choices in plan.items() for v in choices))
+    good: set[tuple[Shape, Config]] = set()
     waiting = wanted
     for _attempt in range(2):
         broken = []

@@ -36,7 +36,7 @@ from tokenspeed.kernels.registry import (
     Stage,
     device_stage,
 )
-from tokenspeed.kernels.triton.common import FEATURES, dot, pdl_wait
+from tokenspeed.kernels.triton.common import FEATURES, dot, pdl_wait, starts_next_early
 from tokenspeed.target import GPU_TARGETS, Target
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -393,7 +393,7 @@ def _chunk(request: Request) -> Stage:
         module=__name__, function=paged_attention_chunk, name="chunk",
         arguments=f"{_OPERANDS}, sizes step_sizes, float scale", types=_types(request),
         constants={**_attending(request, tile), "SEQS": max(16, _power_of_two(sizes["num_seqs"]))},
-        num_warps=tile.warps, num_stages=tile.stages, target=request.target,
+        num_warps=tile.warps, num_stages=tile.stages, target=request.target, early=starts_next_early(sizes),
         grid=(sizes["num_tokens"] // tokens + sizes["num_seqs"], sizes["num_kv_heads"], 1),
     )  # fmt: skip
 
@@ -407,7 +407,7 @@ def _token(request: Request) -> tuple[Stage, ...]:
         stage = device_stage(
             module=__name__, function=paged_attention_token, name="token",
             arguments=f"{_OPERANDS}, sizes step_sizes, float scale", types=_types(request), constants=constants,
-            num_warps=tile.warps, num_stages=tile.stages, target=request.target,
+            num_warps=tile.warps, num_stages=tile.stages, target=request.target, early=starts_next_early(sizes),
             grid=(sizes["num_seqs"], sizes["num_kv_heads"], 1),
         )  # fmt: skip
         return (stage,)
@@ -415,7 +415,7 @@ def _token(request: Request) -> tuple[Stage, ...]:
         module=__name__, function=paged_attention_split, name="split",
         arguments=f"{_OPERANDS}, workspace attention, sizes step_sizes, float scale",
         types=_types(request, "*fp32, "), constants={**constants, "SPLITS": _splits(sizes)},
-        num_warps=tile.warps, num_stages=tile.stages, target=request.target,
+        num_warps=tile.warps, num_stages=tile.stages, target=request.target, early=starts_next_early(sizes),
         grid=(sizes["num_seqs"], sizes["num_kv_heads"], count),
     )  # fmt: skip
     combine = device_stage(
@@ -423,7 +423,8 @@ def _token(request: Request) -> tuple[Stage, ...]:
         arguments="read cu_seqlens, read context_lens, write out, workspace attention, sizes step_sizes",
         types=f"*i32, *i32, *{DTYPES_TRITON[request.dtype]}, *fp32, *i32",
         constants={**_heads(sizes), "SPLITS": _splits(sizes), "AHEAD": AHEAD},
-        num_warps=1, num_stages=1, target=request.target, grid=(sizes["num_seqs"], sizes["num_heads"], 1),
+        num_warps=1, num_stages=1, target=request.target, early=starts_next_early(sizes),
+        grid=(sizes["num_seqs"], sizes["num_heads"], 1),
     )  # fmt: skip
     return split, combine
 

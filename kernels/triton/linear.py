@@ -1,5 +1,7 @@
 """Projections on the matrix unit: ``x W^T`` with float32 sums, alone, added to the residual, or gated.
 
+The kernels here run on every GPU. On Hopper a choice may name those of linear_wide.py instead, with the same bits.
+
 One tile of the result is one program: it walks K from 0 to the end in steps of BLOCK_K and never shares a sum with
 another program, so the order in which a row's products are added is fixed by K alone. On Hopper every tile shape,
 with either operand order, gives the same bits (measured by benchmarks/gpu/bench_linear.py, which asserts it); on the
@@ -29,6 +31,12 @@ from tokenspeed.kernels.registry import (
 )
 from tokenspeed.kernels.triton.common import FEATURES, dot, pdl_wait
 from tokenspeed.kernels.triton.linear_config import Config, choose
+from tokenspeed.kernels.triton.linear_wide import (
+    SCRATCH_BYTES,
+    linear_add_wide,
+    linear_silu_mul_wide,
+    linear_wide,
+)
 from tokenspeed.target import GPU_TARGETS
 
 
@@ -181,6 +189,7 @@ def linear_silu_mul(x, weight, out, step_sizes, F: tl.constexpr, N: tl.constexpr
 
 
 _FUNCTIONS = {"linear": linear, "linear_add": linear_add, "linear_silu_mul": linear_silu_mul}
+_WIDE = {"linear": linear_wide, "linear_add": linear_add_wide, "linear_silu_mul": linear_silu_mul_wide}
 
 
 def specs() -> Iterator[KernelSpec]:
@@ -220,11 +229,11 @@ def stages(request: Request, config: Config) -> tuple[Stage, ...]:
     gated = op == "linear_silu_mul"
     n = weight_rows(request)
     pointer = f"*{DTYPES_TRITON[request.dtype]}"
-    residual = op == "linear_add"
+    residual, wide = op == "linear_add", config.kind == "wide"
     return (
         device_stage(
-            module=__name__,
-            function=_FUNCTIONS[op],
+            module=f"{__name__}_wide" if wide else __name__,
+            function=(_WIDE if wide else _FUNCTIONS)[op],
             arguments=f"read x, read weight, {'read residual, ' if residual else ''}write out, sizes step_sizes",
             types=f"{pointer}, {pointer}, {'*fp32, ' if residual else ''}{pointer if gated else '*fp32'}, *i32",
             constants={
@@ -234,9 +243,11 @@ def stages(request: Request, config: Config) -> tuple[Stage, ...]:
                 "ROWS": sizes["rows"],
                 **config.constants(request.target),
             },
-            num_warps=config.num_warps,
-            num_stages=config.num_stages,
+            num_warps=4 if wide else config.num_warps,
+            num_stages=1 if wide else config.num_stages,
             grid=(config.programs(sizes["M"], n), 1, 1),
             target=request.target,
+            max_registers=config.max_registers,
+            scratch_bytes=SCRATCH_BYTES if wide else 0,
         ),
     )

@@ -7,13 +7,14 @@ from dataclasses import replace
 
 from tokenspeed.kernels.registry import Request, Stage
 from tokenspeed.kernels.triton.linear import stages, weight_rows
-from tokenspeed.kernels.triton.linear_config import Config, candidates, choose, to_json, usable
+from tokenspeed.kernels.triton.linear_candidates import candidates
+from tokenspeed.kernels.triton.linear_config import Config, choose, to_json, usable
 from tokenspeed.kernels.triton.norm import MAX_WIDTH
 from tokenspeed.kernels.tunable import Operand, Predecessor, Variant, Work
 
 FEW_ROWS = 256
 """Up to here a step waits for weights, and what comes before a projection decides what its prefetch gains."""
-PREFETCH = (0, 1024, 2048, 4096, 8192)
+PREFETCH = (0, 1024, 4096)
 _BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -31,7 +32,8 @@ class LinearFamily:
         """The tuning space, and around the present choice how much it prefetches."""
         op, m, n, k = request.op, request.sizes["M"], weight_rows(request), request.sizes["K"]
         now = choose(request.target, op, m, n, k, request.dtype)
-        around = [replace(now, prefetch=size) for size in PREFETCH] if m <= FEW_ROWS else []
+        tiled = m <= FEW_ROWS and now.kind == "tile"
+        around = [replace(now, prefetch=size) for size in PREFETCH] if tiled else []
         found = (now, *candidates(request.target, op, m, n, k), *around)
         different: dict[tuple[Stage, ...], Config] = {}
         for config in found:

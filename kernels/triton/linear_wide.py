@@ -5,12 +5,16 @@ ahead and across the end of a tile; CONSUMERS groups of four warps multiply, eac
 them while the next tile's operands arrive. Every sum runs over K from 0 to the end in steps of one instruction, as
 in linear.py: the same bits.
 
-The maps through which the memory unit sees x and W are made by every program in scratch memory,
-``SCRATCH_BYTES`` a program.
+The maps through which the memory unit sees x and W are made by every program in scratch memory, ``SCRATCH_BYTES`` a
+program, before the program has waited for its predecessors: a step gives every launch scratch memory of its own
+(tokenspeed/compile/layout.py). What else a program does before it waits is to read W and the sizes of the step.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -21,6 +25,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
+
+from tokenspeed.kernels.registry import DeviceKernel
 
 SCRATCH_BYTES = 256
 """Scratch memory of one program: two maps of 128 bytes."""
@@ -54,8 +60,9 @@ def _place(tile, tiles_m, tiles_n: gl.constexpr, GROUP_M: gl.constexpr):
 @gluon.jit
 def _copy(x_map, w_map, x_tiles, w_tiles, full, empty, num_rows, K: gl.constexpr, tiles_n: gl.constexpr,
           BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-          STAGES: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
-    """The role of the copying warp. Weights of the first STAGES steps are asked for before x is there."""
+          STAGES: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+    """The role of the copying warp. Weights of the first STAGES steps are asked for before x is there; without EARLY
+    the next kernel may start once everything has been asked for."""
     steps: gl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     early: gl.constexpr = min(STAGES, steps)
     tile_bytes: gl.constexpr = (BLOCK_M + BLOCK_N) * BLOCK_K * 2
@@ -82,6 +89,7 @@ def _copy(x_map, w_map, x_tiles, w_tiles, full, empty, num_rows, K: gl.constexpr
                 )  # fmt: skip
             tma.async_copy_global_to_shared(x_map, [tile_m * BLOCK_M, step * BLOCK_K], bar, x_tiles.index(stage))
             count += 1
+    _let_successors_start(PDL != 0 and not EARLY)
 
 
 @gluon.jit
@@ -195,10 +203,10 @@ def _write_part(values, residual, out, first_row, first_column, num_rows, ADD: g
 def _linear(x, weight, residual, out, step_sizes, EPILOGUE: gl.constexpr, WIDTH: gl.constexpr, N: gl.constexpr,
             K: gl.constexpr, ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
             BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr, SWAPPED: gl.constexpr,
-            CONSUMERS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+            CONSUMERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     shared: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     tiles_n: gl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
-    _let_successors_start(PDL)
+    _let_successors_start(PDL != 0 and EARLY)
     num_rows = gl.load(step_sizes + ROWS)
     x_map = tma.make_tensor_descriptor(x, [num_rows, K], [K, 1], [BLOCK_M, BLOCK_K], shared)
     w_map = tma.make_tensor_descriptor(weight, [N, K], [K, 1], [BLOCK_N, BLOCK_K], shared)
@@ -215,7 +223,7 @@ def _linear(x, weight, residual, out, step_sizes, EPILOGUE: gl.constexpr, WIDTH:
             (_multiply, (residual, out, x_tiles, w_tiles, full, empty, num_rows, EPILOGUE, WIDTH, K, tiles_n, BLOCK_M,
                          BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAPPED, CONSUMERS, 0, PDL)),
             (_copy, (x_map, w_map, x_tiles, w_tiles, full, empty, num_rows, K, tiles_n, BLOCK_M, BLOCK_N, BLOCK_K,
-                     GROUP_M, STAGES, PDL)),
+                     GROUP_M, STAGES, EARLY, PDL)),
         ], [1], [40])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -224,34 +232,52 @@ def _linear(x, weight, residual, out, step_sizes, EPILOGUE: gl.constexpr, WIDTH:
             (_multiply, (residual, out, x_tiles, w_tiles, full, empty, num_rows, EPILOGUE, WIDTH, K, tiles_n, BLOCK_M,
                          BLOCK_N, BLOCK_K, GROUP_M, STAGES, SWAPPED, CONSUMERS, 1, PDL)),
             (_copy, (x_map, w_map, x_tiles, w_tiles, full, empty, num_rows, K, tiles_n, BLOCK_M, BLOCK_N, BLOCK_K,
-                     GROUP_M, STAGES, PDL)),
+                     GROUP_M, STAGES, EARLY, PDL)),
         ], [4, 1], [232, 40])  # fmt: skip
 
 
 @gluon.jit
 def linear_wide(x, weight, out, step_sizes, N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr,
                 BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-                STAGES: gl.constexpr, SWAPPED: gl.constexpr, CONSUMERS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                STAGES: gl.constexpr, SWAPPED: gl.constexpr, CONSUMERS: gl.constexpr, EARLY: gl.constexpr,
+                PDL: gl.constexpr):  # fmt: skip
     """out[M, N] (float32) = x[M, K] @ weight[N, K]^T, M = step_sizes[ROWS]."""
     _linear(x, weight, out, out, step_sizes, "none", N, N, K, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
-            SWAPPED, CONSUMERS, PDL)  # fmt: skip
+            SWAPPED, CONSUMERS, EARLY, PDL)  # fmt: skip
 
 
 @gluon.jit
 def linear_add_wide(x, weight, residual, out, step_sizes, N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr,
                     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
-                    STAGES: gl.constexpr, SWAPPED: gl.constexpr, CONSUMERS: gl.constexpr,
+                    STAGES: gl.constexpr, SWAPPED: gl.constexpr, CONSUMERS: gl.constexpr, EARLY: gl.constexpr,
                     PDL: gl.constexpr):  # fmt: skip
     """out[M, N] (float32) = residual[M, N] + x[M, K] @ weight[N, K]^T; out may be residual itself."""
     _linear(x, weight, residual, out, step_sizes, "add", N, N, K, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
-            SWAPPED, CONSUMERS, PDL)  # fmt: skip
+            SWAPPED, CONSUMERS, EARLY, PDL)  # fmt: skip
 
 
 @gluon.jit
 def linear_silu_mul_wide(x, weight, out, step_sizes, F: gl.constexpr, N: gl.constexpr, K: gl.constexpr,
                          ROWS: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
                          GROUP_M: gl.constexpr, STAGES: gl.constexpr, SWAPPED: gl.constexpr,
-                         CONSUMERS: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
+                         CONSUMERS: gl.constexpr, EARLY: gl.constexpr, PDL: gl.constexpr):  # fmt: skip
     """out[M, F] (artifact dtype) = silu(x @ gate^T) * (x @ up^T); weight as linear.linear_silu_mul has it."""
     _linear(x, weight, out, out, step_sizes, "silu_mul", F, N, K, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
-            SWAPPED, CONSUMERS, PDL)  # fmt: skip
+            SWAPPED, CONSUMERS, EARLY, PDL)  # fmt: skip
+
+
+def interpreted(kernel: DeviceKernel, sizes: Sequence[int]) -> tuple[DeviceKernel, tuple[int, int, int]]:
+    """(kernel of linear.py with the bits of ``kernel``, its grid in a step of ``sizes``): what runs where these cannot.
+
+    On the device both walk K in steps of one instruction, which bench_variants.py and ``tokenspeed tune run`` compare
+    bit by bit; that these compile, and what they are made of, is tested by tests/interpreted/test_linear_wide.py.
+    """
+    constants = dict(kernel.constants)
+    n, rows, block_m, block_n = (int(constants[name]) for name in ("N", "ROWS", "BLOCK_M", "BLOCK_N"))
+    tiles = -(-n // block_n) * -(-sizes[rows] // block_m)
+    for own in ("STAGES", "CONSUMERS", "EARLY"):
+        del constants[own]
+    constants |= {"PREFETCH": 0, "LANES": 32 * kernel.num_warps}
+    function, module = kernel.function.removesuffix("_wide"), kernel.module.removesuffix("_wide")
+    same = replace(kernel, module=module, function=function, constants=tuple(sorted(constants.items())))
+    return replace(same, max_registers=0, scratch_bytes=0), (max(1, tiles), 1, 1)

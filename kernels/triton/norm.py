@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from tokenspeed.kernels.registry import DTYPES_TRITON, AtMost, Band, KernelSpec, Request, Stage, device_stage
-from tokenspeed.kernels.triton.common import FEATURES, pdl_wait
+from tokenspeed.kernels.triton.common import FEATURES, pdl_wait, starts_next_early
 from tokenspeed.target import GPU_TARGETS
 
 MAX_WIDTH = 16384
@@ -74,5 +74,6 @@ def _launches(request: Request) -> tuple[Stage, ...]:
             num_stages=1,
             grid=(request.sizes["M"], 1, 1),
             target=request.target,
+            early=starts_next_early(request.sizes),
         ),
     )

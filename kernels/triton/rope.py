@@ -21,7 +21,7 @@ from tokenspeed.kernels.registry import (
     Stage,
     device_stage,
 )
-from tokenspeed.kernels.triton.common import FEATURES, pdl_wait
+from tokenspeed.kernels.triton.common import FEATURES, pdl_wait, starts_next_early
 from tokenspeed.target import GPU_TARGETS
 
 
@@ -100,6 +100,7 @@ def stages(request: Request) -> tuple[Stage, ...]:
             num_stages=1,
             grid=(-(-sizes["M"] // block_t), -(-heads // block_heads), 1),
             target=request.target,
+            early=starts_next_early(sizes),
         ),
     )  # fmt: skip
 

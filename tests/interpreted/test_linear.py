@@ -19,7 +19,8 @@ from triton.compiler import ASTSource
 from tokenspeed.kernels.registry import DeviceKernel, MultipleOf, Request, Stage
 from tokenspeed.kernels.triton import linear, linear_config
 from tokenspeed.kernels.triton.linear import linear_add
-from tokenspeed.kernels.triton.linear_config import Config, candidates, choose, rule, to_json, usable
+from tokenspeed.kernels.triton.linear_candidates import candidates
+from tokenspeed.kernels.triton.linear_config import Config, choose, rule, to_json, usable
 from tokenspeed.target import GPU_TARGETS, Target
 
 BF16 = np.dtype(ml_dtypes.bfloat16)

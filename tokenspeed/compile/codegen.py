@@ -36,8 +36,8 @@ from tokenspeed.target import Target
 TRITON_VERSION = "3.6"
 """The release of Triton whose binaries this version knows how to launch."""
 SCRATCH_POINTERS = 2
-"""Null pointers that a launch passes after the parameters of ``DeviceKernel.signature``: Triton's scratch memory,
-of which no kernel here has any."""
+"""Pointers that a launch passes after the parameters of ``DeviceKernel.signature``: Triton's scratch memory, null but
+for the first of a kernel with ``scratch_bytes``, and that of its profiler, null."""
 _MESSAGE_CHARS = 2000
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONDONTWRITEBYTECODE")
 

@@ -110,28 +110,33 @@ def _content_key(function: Any, kernel: DeviceKernel, target: Target) -> str:
 def _compile(function: Any, kernel: DeviceKernel, target: Target) -> bytes:
     from triton import compiler, knobs
     from triton.backends.compiler import GPUTarget
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     gpu = target.gpu
     types, constants = dict(kernel.signature), dict(kernel.constants)
     names = function.arg_names
     if types.keys() & constants.keys() or types.keys() | constants.keys() != set(names):
         raise ValueError(f"need types or constants for {', '.join(names)}, have {[*types, *constants]}")
-    source = compiler.ASTSource(
+    source = (GluonASTSource if function.is_gluon() else compiler.ASTSource)(
         function,
         signature={name: types.get(name, "constexpr") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
         attrs={(names.index(n),): [["tt.divisibility", 16]] for n, kind in types.items() if kind.startswith("*")},
     )
-    options = {"num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": False}
+    options: dict[str, int | bool] = {
+        "num_warps": kernel.num_warps, "num_stages": kernel.num_stages, "enable_fp_fusion": False,
+    }  # fmt: skip
+    if kernel.max_registers:
+        options["maxnreg"] = kernel.max_registers
     if target.backend == "cuda":
         options["launch_pdl"] = bool(constants.get("PDL", False))
         knobs.runtime.add_stages_inspection_hook = _replace_assembler
     arch = GPUTarget(target.backend, gpu.compiler_arch, gpu.warp_size)
     compiled = compiler.compile(source, target=arch, options=options)
     facts: Mapping[str, Any] = compiled.metadata._asdict()
-    for scratch in ("global_scratch_size", "profile_scratch_size"):
-        if facts.get(scratch):
-            raise ValueError(f"need a kernel without scratch memory, have {facts[scratch]} bytes ({scratch})")
+    for scratch, need in (("global_scratch_size", kernel.scratch_bytes), ("profile_scratch_size", 0)):
+        if (facts.get(scratch) or 0) != need:
+            raise ValueError(f"need a kernel with {need} bytes of scratch memory, have {facts[scratch]} ({scratch})")
     if (facts.get("tmem_size") or 0) > _MAX_TENSOR_MEMORY:
         raise ValueError(f"need at most {_MAX_TENSOR_MEMORY} columns of tensor memory, have {facts['tmem_size']}")
     threads = facts["num_warps"] * gpu.warp_size

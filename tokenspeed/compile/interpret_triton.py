@@ -11,6 +11,7 @@ import importlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -61,7 +62,7 @@ def run_gpu_graph(
             node = graph.nodes[index]
             if not done.issuperset(node.predecessors):
                 raise ProgramError(f"node {node.name!r} ({node.symbol}): need its predecessors to have run")
-            launch = _node_launch(node, kernels, memory, None if seed is None else seed + index)
+            launch = _node_launch(node, kernels, memory, sizes, None if seed is None else seed + index)
             try:
                 run_launch(launch)
             except ProgramError as error:
@@ -69,13 +70,21 @@ def run_gpu_graph(
             done.add(index)
 
 
-def _node_launch(node: Node, kernels: Mapping[str, DeviceKernel], memory: Memory, seed: int | None) -> KernelLaunch:
+def _node_launch(
+    node: Node, kernels: Mapping[str, DeviceKernel], memory: Memory, sizes: Sequence[int], seed: int | None
+) -> KernelLaunch:
     kernel = None if node.launch is None else kernels.get(node.launch.binary)
     if node.launch is None or kernel is None or kernel.function != node.symbol:
         raise ProgramError(f"node {node.name!r} ({node.symbol}): need a binary of this kernel, have {node.launch}")
     args, need = node.args[: len(kernel.signature)], len(kernel.signature) + len(SCRATCH_PARAMETERS)
-    if len(node.args) != need or node.args[len(args) :] != SCRATCH_PARAMETERS:
-        raise ProgramError(f"node {node.name!r}: need {need} arguments for {kernel}, the last ones null, have {node}")
+    if len(node.args) != need or not _is_scratch(node.args[len(args) :], kernel.scratch_bytes * prod(node.launch.grid)):
+        last = "the last but one its scratch memory" if kernel.scratch_bytes else "the last ones null"
+        raise ProgramError(f"node {node.name!r}: need {need} arguments for {kernel}, {last}, have {node}")
+    grid = node.launch.grid
+    module = importlib.import_module(kernel.module)
+    if hasattr(module, "interpreted"):  # kernels that are not written in Triton's language name some that are
+        kernel, grid = module.interpreted(kernel, sizes)
+        module = importlib.import_module(kernel.module)
     arguments, windows = {}, []
     for (name, kind), arg in zip(kernel.signature, args, strict=True):
         if isinstance(arg, StepScalar | Bytes) or isinstance(arg, Pointer) != kind.startswith("*"):
@@ -85,8 +94,15 @@ def _node_launch(node: Node, kernels: Mapping[str, DeviceKernel], memory: Memory
             windows.append(_window(name, arg, memory))
     # The interpreter runs one kernel after another: there is nothing to wait for.
     constants = {**dict(kernel.constants), "PDL": False} if "PDL" in dict(kernel.constants) else dict(kernel.constants)
-    function = getattr(importlib.import_module(kernel.module), kernel.function)
-    return KernelLaunch(function, node.launch.grid, arguments, constants, windows, seed)
+    return KernelLaunch(getattr(module, kernel.function), grid, arguments, constants, windows, seed)
+
+
+def _is_scratch(args: Sequence[Argument], nbytes: int) -> bool:
+    """Whether ``args`` are what ends the parameters of a kernel whose launch needs ``nbytes`` of scratch memory."""
+    if nbytes == 0:
+        return tuple(args) == SCRATCH_PARAMETERS
+    first, *rest = args
+    return isinstance(first, Pointer) and first.extent == nbytes and tuple(rest) == SCRATCH_PARAMETERS[1:]
 
 
 def _value(arg: Argument, memory: Memory) -> Scalar:

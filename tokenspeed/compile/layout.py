@@ -22,6 +22,10 @@ from tokenspeed.step import DTYPE_BYTES, IO, MAX_LOGIT_BIAS, STATE, STEP_SIZES, 
 ROW_PADDING = 32
 """Rows to a multiple of which arena buffers are padded: the tile of rows that matrix kernels may read."""
 
+SCRATCH_ALIGNMENT = 256
+"""Of the scratch memory of a launch: tensor maps need 128."""
+_SCRATCH = "scratch"
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -33,6 +37,7 @@ class Layout:
     places: Mapping[str, tuple[Region, int]]
     workspaces: Mapping[str, int]
     shared_workspaces: Mapping[str, int]
+    scratch: Mapping[str, int]
     weights_bytes: int
     arena: ArenaPlan
     kv_page_bytes: int
@@ -72,6 +77,10 @@ class Layout:
         """The workspace of ``op``, of which it uses ``nbytes``."""
         return Pointer(Region.ARENA, self.workspaces[op.name], nbytes, Access.READ | Access.WRITE)
 
+    def scratch_memory(self, node: str, nbytes: int) -> Pointer:
+        """The scratch memory of the launch ``node``, of which it uses ``nbytes``."""
+        return Pointer(Region.ARENA, self.scratch[node], nbytes, Access.READ | Access.WRITE)
+
     def shared_workspace(self, kind: str, nbytes: int, access: Access) -> Pointer:
         """The workspace that the ops of ``kind`` share, of which ``nbytes`` are used."""
         return Pointer(Region.ARENA, self.shared_workspaces[kind], nbytes, access)
@@ -83,9 +92,11 @@ def plan_layout(
     weights_bytes: int,
     workspaces: Mapping[str, int],
     shared: Mapping[str, int] | None = None,
+    scratch: Mapping[str, int] | None = None,
 ) -> Layout:
     """Lay out a Program for the largest step. ``workspaces`` gives the most bytes that an op needs for itself,
-    ``shared`` the most that the ops of a kind need together, from the first of them to the last.
+    ``shared`` the most that the ops of a kind need together, from the first of them to the last, ``scratch`` the most
+    that a launch needs, by its name.
 
     Raises ProgramError for a value that has no home: an unknown input, output or state.
     """
@@ -110,13 +121,15 @@ def plan_layout(
             raise ProgramError(f"value {value.name!r}: need a {value.role} of tokenspeed/step.py or a KV state")
     storage = _storage(program)
     buffers = [*_buffers(program, storage, limits, workspaces), *_shared_buffers(program, shared or {})]
+    buffers += _scratch_buffers(program, scratch or {})
     arena = plan_arena(buffers)
     for name, root in storage.items():
         places[name] = places[root] if root in places else (Region.ARENA, arena.offsets[root])
     own = {name: arena.offsets[_workspace_name(name)] for name in workspaces}
     together = {kind: arena.offsets[_shared_name(kind)] for kind in shared or {}}
+    slots = _scratch_slots(scratch or {}, arena)
     return Layout(
-        program, limits, places, own, together, weights_bytes, arena, kv_bytes, io, io_bytes, state, state_bytes
+        program, limits, places, own, together, slots, weights_bytes, arena, kv_bytes, io, io_bytes, state, state_bytes
     )
 
 
@@ -229,6 +242,26 @@ def _shared_buffers(program: Program, shared: Mapping[str, int]) -> list[Buffer]
         users = [index for index, op in enumerate(program.ops) if op.kind == kind]
         buffers.append(Buffer(_shared_name(kind), nbytes, users[0], users[-1]))
     return buffers
+
+
+def _scratch_buffers(program: Program, scratch: Mapping[str, int]) -> list[Buffer]:
+    """One buffer through the whole step for the scratch memory of all launches, each with bytes of its own.
+
+    A programmatic launch writes it before it has waited for its predecessors (DeviceKernel.scratch_bytes): the edges
+    of the graph order those writes with nothing, and a chain of launches that all let the next one start may be long.
+    So no two launches of a step share a byte of it, nor does any other value.
+    """
+    if not scratch:
+        return []
+    nbytes = sum(align(size, SCRATCH_ALIGNMENT) for size in scratch.values())
+    return [Buffer(_SCRATCH, nbytes + SCRATCH_ALIGNMENT, 0, len(program.ops) - 1)]
+
+
+def _scratch_slots(scratch: Mapping[str, int], arena: ArenaPlan) -> dict[str, int]:
+    slots, end = {}, align(arena.offsets.get(_SCRATCH, 0), SCRATCH_ALIGNMENT)
+    for name, size in scratch.items():
+        slots[name], end = end, end + align(size, SCRATCH_ALIGNMENT)
+    return slots
 
 
 def _workspace_name(op: str) -> str:

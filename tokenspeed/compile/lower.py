@@ -118,7 +118,8 @@ def plan_target(
     selection = select(program, target, rungs, registry, deployment, features=features, pinned=pinned)
     weights = plan_weights(program, _needed_weights(program, selection.plans))
     shared = _shared_workspaces(selection.plans)
-    layout = plan_layout(program, limits, weights.nbytes, _workspaces(selection.plans), shared)
+    scratch = _scratch(selection.plans)
+    layout = plan_layout(program, limits, weights.nbytes, _workspaces(selection.plans), shared, scratch)
     return TargetPlan(program, selection, weights, layout, plan_ceilings(target, program.dtype, layout, registry))
 
 
@@ -217,6 +218,22 @@ def _shared_workspaces(plans: Sequence[Plan]) -> dict[str, int]:
     return most
 
 
+def _scratch(plans: Sequence[Plan]) -> dict[str, int]:
+    """Node name -> the most bytes of scratch memory that its kernel needs in any bucket; those without are left out."""
+    most: dict[str, int] = {}
+    for plan in plans:
+        for call in plan.calls:
+            for stage in call.stages:
+                if stage.scratch_bytes:
+                    name = _node_name(call, stage)
+                    most[name] = max(most.get(name, 0), stage.scratch_bytes)
+    return most
+
+
+def _node_name(call: KernelCall, stage: Stage) -> str:
+    return f"{call.op.name}/{stage.name}" if stage.name else call.op.name
+
+
 def capture_job(call: KernelCall, stage: Stage) -> CaptureJob:
     """What is captured for a stage whose launches a library makes."""
     assert stage.library is not None, stage
@@ -243,7 +260,7 @@ def lower_plan(
                 continue
             if stage.once:
                 once.add((stage, args))
-            name = f"{call.op.name}/{stage.name}" if stage.name else call.op.name
+            name = _node_name(call, stage)
             if stage.library is not None:
                 pointers = [arg for arg in args if isinstance(arg, Pointer)]
                 nodes += captures.calls[capture_job(call, stage)].nodes(name, pointers)
@@ -272,7 +289,7 @@ def _launch(stage: Stage, binaries: Mapping[DeviceKernel, Binary]) -> Launch | N
 
 
 SCRATCH_PARAMETERS = (Int(0), Int(0))
-"""Triton's kernels end in two pointers to scratch memory, null for kernels that use none, as ours."""
+"""Triton's kernels end in two pointers to scratch memory, null for kernels that use none, as most of ours."""
 
 
 @dataclass(frozen=True)
@@ -288,7 +305,12 @@ class _Arguments:
 
     def all(self) -> tuple[Argument, ...]:
         args = tuple(self._argument(rule) for rule in self.stage.arguments)
-        return args if self.stage.kernel is None else args + SCRATCH_PARAMETERS
+        if self.stage.kernel is None:
+            return args
+        if not self.stage.scratch_bytes:
+            return args + SCRATCH_PARAMETERS
+        name = _node_name(self.call, self.stage)
+        return (*args, self.layout.scratch_memory(name, self.stage.scratch_bytes), *SCRATCH_PARAMETERS[1:])
 
     def _argument(self, rule: ArgumentRule) -> Argument:
         op = self.call.op

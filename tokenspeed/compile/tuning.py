@@ -22,6 +22,7 @@ from tokenspeed.compile.build import Progress
 from tokenspeed.compile.checkpoint import ModelConfig, open_checkpoint
 from tokenspeed.compile.codegen import CompiledKernel, Job, compile_kernels
 from tokenspeed.compile.dummy_weights import DummyCheckpoint
+from tokenspeed.compile.layout import SCRATCH_ALIGNMENT
 from tokenspeed.compile.lower import SCRATCH_PARAMETERS
 from tokenspeed.compile.models import build_program
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
@@ -39,6 +40,7 @@ from tokenspeed.kernels.tunable import Family, Predecessor, Variant
 from tokenspeed.step import align
 from tokenspeed.target import Target
 from tokenspeed.tuning_pack import (
+    SCRATCH_SLOTS,
     STEP_SIZES_BYTES,
     Candidate,
     Case,
@@ -246,9 +248,12 @@ class _Writer:
         """Whether all kernels of ``stages`` compiled."""
         return all(stage.kernel in self.compiled for stage in stages)
 
-    def node(self, name: str, stage: Stage, argument: Callable[[ArgumentRule], Argument]) -> Node:
-        """A launch of ``stage``, with the arguments that ``argument`` makes."""
-        args = (*map(argument, stage.arguments), *SCRATCH_PARAMETERS)
+    def node(self, name: str, stage: Stage, argument: Callable[[ArgumentRule], Argument], scratch: int) -> Node:
+        """A launch of ``stage``, with the arguments that ``argument`` makes and, if it needs any, scratch memory at
+        ``scratch`` in region arena."""
+        first, last = SCRATCH_PARAMETERS
+        used = Pointer(Region.ARENA, scratch, stage.scratch_bytes, Access.READ | Access.WRITE)
+        args = (*map(argument, stage.arguments), used if stage.scratch_bytes else first, last)
         return Node(f"{name} {stage.name}".rstrip(), stage.symbol, args, (), self._launch(stage))
 
     def _launch(self, stage: Stage) -> Launch:
@@ -263,7 +268,7 @@ class _Writer:
     def add_graph(self, graph: LaunchGraph, shape: Shape, target: Target) -> str:
         """The member that holds ``graph``, a call of ``shape``, which is verified first."""
         verify_gpu_graph(graph, target, self._code)
-        verify_graph(chain(graph, shape.rotation, 3), shape.region_sizes, 0)
+        verify_graph(chain(graph, shape, 3), shape.region_sizes, 0)
         data = graph.encode()
         name = f"graphs/{hashlib.sha256(data).hexdigest()[:24]}.tslg"
         self.members[name] = data
@@ -284,7 +289,8 @@ class _ShapePlan:
     """One shape: its cases with their variants, and where operands lie.
 
     Region weights holds what is only read: warm operands first, then the copies of the cold one. Region arena holds
-    what a predecessor writes, then the kernels' workspace. Region io holds the sizes of the step, then the result.
+    what a predecessor writes, then the kernels' workspace, then their scratch memory. Region io holds the sizes of the
+    step, then the result.
     """
 
     def __init__(self, key: _Key, requests: Sequence[Request]):
@@ -337,11 +343,16 @@ class _ShapePlan:
         """The shape with its graphs in ``writer``; None if nothing of it compiled."""
         most = max(case.request.sizes["M"] for case in self._cases)
         rotation, workspace = self._rotation, max(case.workspace_bytes for case in self._cases)
+        scratch = align(self._workspace + workspace, _ALIGNMENT)
+        used = (s.scratch_bytes for case in self._cases for v in case.variants for s in v.stages)
+        slot = align(max(used, default=0), SCRATCH_ALIGNMENT)
+        slots = SCRATCH_SLOTS if slot else 1
         shape = Shape(
             family=self._family.name, op=self._key.op, key=dict(self._key.sizes), dtype=self._key.dtype,
             weights_bytes=rotation.offset + (rotation.copies - 1) * rotation.stride + rotation.nbytes,
-            arena_bytes=max(self._workspace + workspace, _ALIGNMENT), io_bytes=_ALIGNMENT + most * self._row_bytes,
-            result_offset=_ALIGNMENT, result_row_bytes=self._row_bytes, rotation=rotation, cases=(),
+            arena_bytes=max(scratch + slots * slot, _ALIGNMENT), io_bytes=_ALIGNMENT + most * self._row_bytes,
+            result_offset=_ALIGNMENT, result_row_bytes=self._row_bytes, rotation=rotation,
+            scratch=Rotation(scratch, slot, slot, slots), cases=(),
         )  # fmt: skip
         written = (self._write_case(shape, case, writer) for case in self._cases)
         cases = tuple(case for case in written if case.candidates)
@@ -351,11 +362,14 @@ class _ShapePlan:
         target, first = case.request.target, _stages(case.before)
         if not writer.has(first):
             case, first = replace(case, before=None), ()
-        head = [writer.node(_BEFORE, stage, self._before_argument(case)) for stage in first]
+        head = [writer.node(_BEFORE, stage, self._before_argument(case), shape.scratch.offset) for stage in first]
         candidates = []
         for variant in case.variants:
             if writer.has(variant.stages):
-                nodes = [writer.node(self._key.op, stage, self._argument(case)) for stage in variant.stages]
+                nodes = [
+                    writer.node(self._key.op, stage, self._argument(case), shape.scratch.offset)
+                    for stage in variant.stages
+                ]
                 graph = writer.add_graph(_sequence([*head, *nodes]), shape, target)
                 candidates.append(Candidate(variant.config, graph))
         work, copies = self._family.work(case.request), shape.rotation.copies

@@ -281,7 +281,7 @@ class _Bench:
             raise ArtifactError(f"{self._pack.path}: {name}: {e.message}", hint="make the pack again") from None
         for node in call.nodes:
             self._load_binary(name, "" if node.launch is None else node.launch.binary)
-        return int(self._device.load_graph(chain(call, self._shape.rotation, repeats).encode(), 0))
+        return int(self._device.load_graph(chain(call, self._shape, repeats).encode(), 0))
 
     def _load_binary(self, graph: str, name: str) -> None:
         if name in self._binaries:
