@@ -17,7 +17,7 @@ from tokenspeed.cli import main
 from tokenspeed.compile.build import build
 from tokenspeed.errors import UsageError
 from tokenspeed.runtime.engine import Engine, load
-from tokenspeed.runtime.guard import AFTER_READY, HostTimes, StepParts, after_ready, percentiles
+from tokenspeed.runtime.guard import AFTER_READY, HostTimes, StepParts, after_ready, compilers, percentiles
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.runtime.steps import MadeStep, Sampling, SequencePart
 from tokenspeed.runtime.sweep import MIXED_ROWS, SHAPES, VARIANTS, _Maker, sweep
@@ -179,6 +179,7 @@ def test_what_counts_as_after_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(after_ready(gpu).values()) == [1, 2, 3, 5, 6]
     monkeypatch.setitem(__import__("sys").modules, "torch", object())
     assert after_ready(gpu)["compilations"] == 2
+    assert compilers() == {"torch"} and after_ready(gpu, compilers())["compilations"] == 1  # it was there before
 
 
 def test_percentiles_and_host_times() -> None:

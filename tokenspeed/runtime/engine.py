@@ -21,7 +21,7 @@ from tokenspeed.errors import EngineClosedError, QueueFullError, UsageError
 from tokenspeed.runtime import trace
 from tokenspeed.runtime.engine_info import EngineStats, info_of
 from tokenspeed.runtime.executor import DeviceError, InFlight, StepOutputs
-from tokenspeed.runtime.guard import HostTimes, StepParts, after_ready
+from tokenspeed.runtime.guard import HostTimes, StepParts, after_ready, compilers
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.loader import load as load_artifact
 from tokenspeed.runtime.request import EngineEvent, EventSink, FinishReason, SamplingParams, TokenLogprobs
@@ -128,6 +128,7 @@ class Engine:
         self._in_flight: deque[_Running] = deque()
         self._committed: deque[tuple[_native.Drawn, dict[int, TokenLogprobs]]] = deque()
         self.host_times = HostTimes()
+        self.compilers_before = compilers()
         self.failure: str | None = None
         self._watchers: list[Callable[[str], None]] = []
         self._inbox: deque[_Submission | int] = deque()  # submissions, and ids to abort, in order of arrival
@@ -246,7 +247,7 @@ class Engine:
             generation_tokens=self._generation_tokens,
             preemptions=s.num_preemptions,
             device=(device := dict(self._executor.device.counters())),
-            after_ready=after_ready(device),
+            after_ready=after_ready(device, self.compilers_before),
             host=self.host_times.to_json(),
         )
 

@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 AFTER_READY = ("compilations", "module_loads", "captures", "instantiations", "allocations")
 """What a closed runtime never does after ready. Counters of these names stay 0."""
 COMPILERS = frozenset({"torch", "triton", "numba", "cupy", "tvm", "jax", "llvmlite", "tensorrt", "pycuda"})
-"""Packages that bring a compiler. The runtime imports none; one in its process counts as a compilation."""
+"""Packages that bring a compiler. The runtime imports none; one that comes into its process after ready counts as a
+compilation. What a program had imported before, such as a trainer that embeds an engine, does not."""
 SAMPLES = 4096
 
 
@@ -23,15 +24,21 @@ _DEVICE_NAMES = {
 }
 
 
-def after_ready(counters: Mapping[str, Any]) -> dict[str, int]:
-    """What a device of either kind did after it was sealed, by the names of AFTER_READY.
+def compilers() -> frozenset[str]:
+    """The packages of COMPILERS that this process has imported."""
+    return COMPILERS.intersection(sys.modules)
+
+
+def after_ready(counters: Mapping[str, Any], before: frozenset[str] = frozenset()) -> dict[str, int]:
+    """What a device of either kind did after it was sealed, by the names of AFTER_READY. ``before`` is what
+    ``compilers`` gave when it was.
 
     Every loaded graph is an instantiation, also on a CPU, where it is bound to addresses. A CPU device has no modules
     to load and nothing to capture, and counts neither.
     """
     counts = {name: int(counters.get(_DEVICE_NAMES[name], 0)) for name in AFTER_READY}
     counts["instantiations"] = max(counts["instantiations"], int(counters.get("graph_instantiations_after_seal", 0)))
-    counts["compilations"] += len(COMPILERS.intersection(sys.modules))
+    counts["compilations"] += len(compilers() - before)
     return counts
 
 

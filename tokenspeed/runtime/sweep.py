@@ -19,7 +19,7 @@ from itertools import count
 from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.errors import ResourceError, UsageError
 from tokenspeed.runtime.engine import Engine
-from tokenspeed.runtime.guard import after_ready, percentiles
+from tokenspeed.runtime.guard import percentiles
 from tokenspeed.runtime.steps import MadeStep, Sampling, SequencePart
 from tokenspeed.step import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
@@ -120,7 +120,7 @@ def sweep(
     maker = _Maker(engine, random.Random(seed))
     runs: dict[Bucket, list[StepFigures]] = {bucket: [] for bucket in maker.buckets}
     bad = 0
-    before = after_ready(engine.loaded.executor.device.counters())
+    before = engine.stats().after_ready
     began = time.perf_counter()
     _run(engine, maker.fill_shared_pages())
     for number in count():
@@ -135,7 +135,7 @@ def sweep(
             sizes = step.num_tokens, step.num_seqs, step.num_logit_rows
             runs[bucket].append(StepFigures(shape, variant, *sizes, taken))
             bad += sum(not 0 <= token < engine.info.vocab_size for token in tokens)
-    after = after_ready(engine.loaded.executor.device.counters())
+    after = engine.stats().after_ready
     every = [step for steps in runs.values() for step in steps]
     return SweepReport(
         buckets=tuple(_figures(bucket, taken) for bucket, taken in runs.items()),
