@@ -162,8 +162,8 @@ def _write(acc, residual, out, first_row, tile_n, num_rows, EPILOGUE: gl.constex
         pairs = gl.permute(gl.reshape(acc, (ROWS, BLOCK_N // 32, 2, 16)), (0, 1, 3, 2))
         gate, up = gl.split(pairs)
         gated = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, (ROWS, BLOCK_N // 2))
-        layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 2, 16])
-        gated = gl.convert_layout(gated, layout, assert_trivial=True)
+        half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 2, 16])
+        gated = gl.convert_layout(gated, half, assert_trivial=True)
         _write_part(gated, residual, out, first_row, tile_n * (BLOCK_N // 2), num_rows, False, WIDTH, ROWS,
                     BLOCK_N // 2)  # fmt: skip
     elif EPILOGUE == "add" and BLOCK_N >= 64:
