@@ -223,6 +223,11 @@ def test_run_json_and_seeds(run: Run, tiny_artifact: Path) -> None:
     assert one["text"] == two["text"] != run(*args, "--seed", "6").json["text"]
     assert (one["finish_reason"], one["completion_tokens"]) == ("length", 6)
     assert one["seconds_to_first_token"] > 0 and one["tokens_per_second"] > 0
+    greedy = (*args[:-3], "40", "--temperature", "0")
+    penalized = run(*greedy, "--repetition-penalty", "5", "--presence-penalty", "2").json
+    assert penalized["text"] != run(*greedy).json["text"]
+    ran = run(*args, "--frequency-penalty", "3")
+    ran.refused(1, "frequency_penalty must be a number from -2 to 2; got 3", "0 turns it off")
     stopped = run(*args, "--seed", "5", "--stop", one["text"][0]).json
     assert (stopped["text"], stopped["finish_reason"]) == ("", "stop")
 

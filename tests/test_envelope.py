@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -117,6 +119,22 @@ def test_recipe_files(tmp_path: Path) -> None:
         read_recipe(path)
     with pytest.raises(EnvelopeError, match="cannot read the recipe"):
         read_recipe(tmp_path / "absent.toml")
+
+
+def test_penalties_are_on_or_off() -> None:
+    def resolved(value: Any) -> Any:
+        envelope = resolve(model="m", max_position_embeddings=64, recipe={"penalties": value}, default_targets=V3)
+        assert Envelope.from_json(envelope.to_json()) == envelope
+        return envelope
+
+    assert resolve(model="m", max_position_embeddings=64, default_targets=V3).penalties
+    assert resolved(True).penalties and resolved("on").penalties
+    off = resolved("off")
+    assert not off.penalties and not resolved(False).penalties
+    assert re.search(r"^penalties +off +recipe ", off.describe(), re.MULTILINE)
+    for wrong in ("maybe", 1, [True], None):
+        with pytest.raises(EnvelopeError, match=r"penalties \(set by the artifact\) is .*; it must be on or off"):
+            Envelope.from_json({**off.to_json(), "penalties": {"value": wrong, "source": "flag"}})
 
 
 def test_shipped_recipes_resolve() -> None:

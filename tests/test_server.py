@@ -9,9 +9,11 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, FakeInfo
 from server_harness import Running, running
 from tiny_tokenizers import byte_level
+
+from tokenspeed.runtime.server.protocol import parse_chat, parse_completion
 
 TOKENIZER = byte_level()
 REPLY = "hello world, caf\u00e9 \U0001f600!"
@@ -203,6 +205,18 @@ def test_fields_that_ask_for_nothing_are_fine(server: Running) -> None:
         "top_k": -1, "min_p": 0, "best_of": None, "stop": None, "seed": None, "suffix": None,
     }  # fmt: skip
     assert chat(server, **harmless)["choices"][0]["message"]["content"] == REPLY
+
+
+def test_adjustments_reach_the_engine() -> None:
+    body: dict[str, Any] = {
+        "prompt": "hello", "messages": USER, "presence_penalty": -1, "frequency_penalty": 0.5,
+        "repetition_penalty": 1.2, "logit_bias": {"5": -100, "17": 2.5}, "allowed_token_ids": [5, 17],
+    }  # fmt: skip
+    for params in (parse_completion(body, FakeInfo()).params, parse_chat(body, FakeInfo()).params):
+        assert (params.presence_penalty, params.frequency_penalty, params.repetition_penalty) == (-1, 0.5, 1.2)
+        assert params.logit_bias == {5: -100, 17: 2.5} and params.allowed_token_ids == (5, 17)
+    nothing = parse_completion({"prompt": "hello", "logit_bias": {}}, FakeInfo()).params
+    assert nothing.logit_bias is None and nothing.allowed_token_ids is None and not nothing.has_penalties
 
 
 def test_the_official_client(server: Running) -> None:

@@ -43,8 +43,9 @@ def adjust_logits(logits, token_ids, last_tokens, positions, cu_seqlens, adjust_
                   WORDS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program (slice, s): tokens from slice * SLICE on, of the adjustments s, s + SLOTS, ..."""
     begin = tl.program_id(0) * SLICE
+    num_adjustments = tl.load(step_sizes + _NUM_ADJUSTMENTS)  # no kernel writes inputs of the step
     pdl_wait(PDL)
-    for a in range(tl.program_id(1), tl.load(step_sizes + _NUM_ADJUSTMENTS), SLOTS):
+    for a in range(tl.program_id(1), num_adjustments, SLOTS):
         tokens = begin + tl.arange(0, SLICE)
         slot, row, mask = tl.load(count_slot + a), tl.load(adjust_row + a), tl.load(mask_row + a)
         counts = tl.zeros((SLICE,), tl.int32)

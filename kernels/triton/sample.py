@@ -102,14 +102,15 @@ def sample_scan(logits, adjusted, logit_target, temperature, seed, draw_position
                 V: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program (chunk, row): first token, sum of e^(logit - its logit), and the winner of the race in the chunk."""
     chunk, row = tl.program_id(0), tl.program_id(1)
-    pdl_wait(PDL)
-    if row >= tl.load(step_sizes + 2):
-        return
-    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
-    values = load_logits(logits + row.to(tl.int64) * V, tokens, V)
+    rows = tl.load(step_sizes + 2)  # no kernel writes inputs of the step: they need not wait
     heat, target = tl.load(temperature + row), tl.load(logit_target + row)
     key, position = tl.load(seed + row), tl.load(draw_position + row)
     own = tl.load(adjustment + row)
+    pdl_wait(PDL)
+    if row >= rows:
+        return
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = load_logits(logits + row.to(tl.int64) * V, tokens, V)
     top = tl.max(values, axis=0)
     first = tl.min(tl.where((values == top) & (tokens < V), tokens, NO_TOKEN), axis=0)
     origin = tl.where(top == float("-inf"), 0.0, top)  # a chunk of -infinity adds 0, not NaN
@@ -155,13 +156,15 @@ def sample_rank(logits, adjusted, logit_target, temperature, top_p, adjustment, 
     """Program (chunk, row): tokens of the chunk ahead of the row's token, among the logits that it draws from; for
     top_p their mass and the chunk's."""
     chunk, row = tl.program_id(0), tl.program_id(1)
+    rows = tl.load(step_sizes + 2)
+    heat, target, share = tl.load(temperature + row), tl.load(logit_target + row), tl.load(top_p + row)
+    own = tl.load(adjustment + row)
     pdl_wait(PDL)
-    if row >= tl.load(step_sizes + 2):
+    if row >= rows:
         return
     lanes = tl.arange(0, LANES)
-    own, heat = tl.load(adjustment + row), tl.load(temperature + row)
     leaders = tl.load(_rivals(workspace, row, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
-    token, drawn = _choice(leaders, workspace, row, tl.load(logit_target + row), heat, V, CHUNKS, LANES)
+    token, drawn = _choice(leaders, workspace, row, target, heat, V, CHUNKS, LANES)
     first = tl.max(leaders, axis=0)
     if token == token_of(first):
         return
@@ -170,7 +173,7 @@ def sample_rank(logits, adjusted, logit_target, temperature, top_p, adjustment, 
     values = load_logits(source, tokens, V)
     inside = is_ahead(values, tokens, load_logits(source, token, V), token)
     tl.store(_integers(workspace, row, _COUNT, LANES) + chunk, tl.sum(inside.to(tl.int32), axis=0))
-    if drawn & (tl.load(top_p + row) < 1.0):
+    if drawn & (share < 1.0):
         weights = tl.exp(tl.div_rn(values - logit_of(first), heat))
         tl.store(_floats(workspace, row, _MASS_AHEAD, LANES) + chunk, tl.sum(tl.where(inside, weights, 0.0), axis=0))
         tl.store(_floats(workspace, row, _MASS, LANES) + chunk, tl.sum(weights, axis=0))
@@ -183,17 +186,18 @@ def sample_finish(logits, adjusted, logit_target, temperature, top_p, min_p, top
                   LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program (row): the row's token under its keep set, and all results."""
     row = tl.program_id(0)
-    pdl_wait(PDL)
-    if row >= tl.load(step_sizes + 2):
-        return
+    rows = tl.load(step_sizes + 2)
+    heat, target = tl.load(temperature + row), tl.load(logit_target + row)
+    slot, asked = tl.load(state_slot + row), tl.load(num_logprobs + row)
     own = tl.load(adjustment + row)
+    pdl_wait(PDL)
+    if row >= rows:
+        return
     source = _drawn_from(logits, adjusted, row, own, V)
     logits += row.to(tl.int64) * V
     lanes = tl.arange(0, LANES)
     leaders = tl.load(_orders(workspace, row, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
     sums = tl.load(_floats(workspace, row, _SUM, LANES) + lanes, mask=lanes < CHUNKS, other=0.0)
-    heat, target = tl.load(temperature + row), tl.load(logit_target + row)
-    slot, asked = tl.load(state_slot + row), tl.load(num_logprobs + row)
     first = tl.max(leaders, axis=0)
     best, best_token = logit_of(first), token_of(first)
     shares = tl.where(lanes < CHUNKS, sums * tl.exp(logit_of(leaders) - best), 0.0)

@@ -50,6 +50,12 @@ def add_parser(subparsers: Subparsers) -> None:
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (default: off)")
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K likeliest tokens (default: off)")
     group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="least share of the best (default: off)")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="R",
+                       help="divides logits of tokens in prompt and reply (default: off, 1)")  # fmt: skip
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="P",
+                       help="subtracted from logits of tokens in the reply (default: off)")  # fmt: skip
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="F",
+                       help="the same for each time that a token is in the reply (default: off)")  # fmt: skip
     group.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same text (default: a fresh one)")
     group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     add_load_options(parser)
@@ -90,6 +96,9 @@ def _run(args: argparse.Namespace) -> int:
         min_p=args.min_p,
         seed=args.seed,
         stop=tuple(args.stop),
+        repetition_penalty=args.repetition_penalty,
+        presence_penalty=args.presence_penalty,
+        frequency_penalty=args.frequency_penalty,
     )
     with load(args.artifact, options=load_options(args, settle=False)) as engine:
         if prompt is None:
