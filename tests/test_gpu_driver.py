@@ -38,6 +38,7 @@ def artifact(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patch.setattr(ceilings, "SIDES", (32,))
         patch.setattr(ceilings, "LEAST_ROWS", 16)
         patch.setattr(ceilings, "ROW_STEP", 16)
+        patch.setattr(ceilings, "SCRATCH_BYTES", 0)
         patch.setattr("tokenspeed.kernels.triton.ceiling.CHUNK", 1024)
         patch.setattr("tokenspeed.kernels.triton.ceiling.BLOCK", 512)
         build(checkpoint, path, dtype="bfloat16", targets="cuda:sm_90a", max_num_seqs=2, max_prefill_tokens=16,

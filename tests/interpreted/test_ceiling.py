@@ -9,7 +9,7 @@ import numpy as np
 from harness import run
 
 from tokenspeed.bucket import StepLimits
-from tokenspeed.compile.ceilings import MOST_READ_BYTES, plan_ceilings
+from tokenspeed.compile.ceilings import REPEATS, MOST_READ_BYTES, plan_ceilings
 from tokenspeed.compile.codegen import compile_kernels
 from tokenspeed.compile.layout import Layout
 from tokenspeed.graph import Access, Pointer, Region
@@ -46,6 +46,11 @@ def test_a_large_model_has_both() -> None:
     assert read.stage.grid == (MOST_READ_BYTES // (4 * ceiling.CHUNK), 1, 1)
     assert (matmul.kind, matmul.work, matmul.num_tokens) == ("matmul", 2 * 8192**3, 8192)
     assert matmul.arguments[2] == Pointer(Region.ARENA, 0, 8192 * 8192 * 4, Access.WRITE)
+    need = matmul.stage.scratch_bytes  # the kernel of so many rows builds tensor maps: each launch has its own
+    assert need and len(matmul.scratch) == REPEATS
+    starts = [8192 * 8192 * 4, *(pointer.offset + need for pointer in matmul.scratch)]
+    assert all(pointer.offset >= start for pointer, start in zip(matmul.scratch, starts, strict=False))
+    assert starts[-1] <= 1 << 30
 
 
 def test_regions_limit_what_is_measured() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from tokenspeed.compile.layout import Layout
 from tokenspeed.graph import Access, Argument, Pointer, Region
 from tokenspeed.kernels.registry import Registry, Request, Stage
-from tokenspeed.step import DTYPE_BYTES, STEP_SCALARS
+from tokenspeed.step import DTYPE_BYTES, STEP_SCALARS, align
 from tokenspeed.target import Target
 
 REPEATS = 4
@@ -22,6 +22,8 @@ LEAST_READ_BYTES = 128 << 20
 MOST_READ_BYTES = 4 << 30
 SIDES = (8192, 4096, 2048)
 """Rows and columns of the weight matrix: the first that fits the regions."""
+SCRATCH_BYTES = 64 << 10
+"""Room for the scratch memory of a launch."""
 LEAST_ROWS, ROW_STEP = 1024, 256
 """Rows of the other matrix: as many as the arena holds results of, up to the larger of a step's tokens and the side."""
 
@@ -34,6 +36,7 @@ class Ceiling:
         kind: ``read`` or ``matmul``.
         stage: its launch.
         arguments: of the launch, but for what Triton adds.
+        scratch: scratch memory of each of the REPEATS launches, for a kernel that needs some.
         work: bytes read, or floating-point operations (a multiply-add is two), of one launch.
         num_tokens: tokens of the step in which it runs.
     """
@@ -43,6 +46,7 @@ class Ceiling:
     arguments: tuple[Argument, ...]
     work: int
     num_tokens: int
+    scratch: tuple[Pointer, ...] = ()
 
 
 def plan_ceilings(target: Target, dtype: str, layout: Layout, registry: Registry) -> tuple[Ceiling, ...]:
@@ -76,7 +80,8 @@ def _matmul(target: Target, dtype: str, layout: Layout, registry: Registry) -> C
         return None
     element, accumulated = DTYPE_BYTES[dtype], DTYPE_BYTES["float32"]
     for side in SIDES:
-        rows = min(layout.limits.max_prefill_tokens, side, layout.arena.nbytes // (accumulated * side))
+        room = layout.arena.nbytes - REPEATS * SCRATCH_BYTES
+        rows = min(layout.limits.max_prefill_tokens, side, room // (accumulated * side))
         rows -= rows % ROW_STEP
         if rows < LEAST_ROWS or side * side * element > layout.weights_bytes:
             continue
@@ -90,5 +95,13 @@ def _matmul(target: Target, dtype: str, layout: Layout, registry: Registry) -> C
             "step_sizes": layout.step_sizes(),
         }
         arguments = tuple(operands[rule.name] for rule in stage.arguments)
-        return Ceiling("matmul", stage, arguments, 2 * rows * side * side, rows)
+        scratch = _scratch(stage, align(rows * side * accumulated))
+        return Ceiling("matmul", stage, arguments, 2 * rows * side * side, rows, scratch)
     return None
+
+
+def _scratch(stage: Stage, start: int) -> tuple[Pointer, ...]:
+    """Scratch memory in the arena from ``start`` on, apart for each launch: the next one may start early."""
+    assert stage.scratch_bytes <= SCRATCH_BYTES, stage
+    access, nbytes = Access.READ | Access.WRITE, stage.scratch_bytes
+    return tuple(Pointer(Region.ARENA, start + i * SCRATCH_BYTES, nbytes, access) for i in range(REPEATS) if nbytes)

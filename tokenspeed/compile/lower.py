@@ -272,10 +272,18 @@ def lower_plan(
 
 def lower_ceiling(ceiling: Ceiling, binaries: Mapping[DeviceKernel, Binary]) -> LaunchGraph:
     """The launch of ``ceiling``, REPEATS times in a row."""
-    launch, args = _launch(ceiling.stage, binaries), (*ceiling.arguments, *SCRATCH_PARAMETERS)
+    launch = _launch(ceiling.stage, binaries)
+    scratch = ceiling.scratch or (SCRATCH_PARAMETERS[0],) * REPEATS
+    assert bool(ceiling.scratch) == bool(ceiling.stage.scratch_bytes), ceiling
     return LaunchGraph(
         tuple(
-            Node(f"{ceiling.kind}/{i}", ceiling.stage.symbol, args, (i - 1,) if i else (), launch)
+            Node(
+                f"{ceiling.kind}/{i}",
+                ceiling.stage.symbol,
+                (*ceiling.arguments, scratch[i], *SCRATCH_PARAMETERS[1:]),
+                (i - 1,) if i else (),
+                launch,
+            )
             for i in range(REPEATS)
         )
     )
