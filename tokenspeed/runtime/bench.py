@@ -289,16 +289,25 @@ class _Watch:
 
 
 def _decode_speed(engine: Engine, sequences: int, seed: int) -> float:
-    params = SamplingParams(temperature=0.0, max_tokens=DECODE_NEW_TOKENS, ignore_eos=True)
-    watches = [_Watch() for _ in range(sequences)]
-    for i, watch in enumerate(watches):
-        engine.submit(_prompt(engine, DECODE_PROMPT_TOKENS, f"decode {sequences} {seed} {i}"), params, watch)
-    for watch in watches:
-        watch.done.wait()
-    start = max(watch.times[0] for watch in watches)
-    end = min(watch.times[-1] for watch in watches)
-    tokens = sum(sum(start < t <= end for t in watch.times) for watch in watches)
-    return tokens / (end - start)
+    """Tokens per second while all sequences draw. Where one has ended before the last one began, a device is too fast
+    for so few tokens, and more are drawn."""
+    most = engine.info.max_model_len - DECODE_PROMPT_TOKENS
+    new_tokens = min(DECODE_NEW_TOKENS, most)
+    while True:
+        params = SamplingParams(temperature=0.0, max_tokens=new_tokens, ignore_eos=True)
+        watches = [_Watch() for _ in range(sequences)]
+        for i, watch in enumerate(watches):
+            engine.submit(_prompt(engine, DECODE_PROMPT_TOKENS, f"decode {sequences} {seed} {i}"), params, watch)
+        for watch in watches:
+            watch.done.wait()
+        start = max(watch.times[0] for watch in watches)
+        end = min(watch.times[-1] for watch in watches)
+        tokens = sum(sum(start < t <= end for t in watch.times) for watch in watches)
+        if tokens:
+            return tokens / (end - start)
+        if new_tokens == most:
+            raise UsageError(f"{sequences} sequences of {most} tokens never draw at the same time: nothing to measure")
+        new_tokens = min(2 * new_tokens, most)
 
 
 def _prefill_speed(engine: Engine, tokens: int, seed: int) -> float:
