@@ -28,9 +28,10 @@ SETTLE_NICENESS = 10
 """Scheduling priority of weights that settle beside requests: about a tenth of a core while the workers want all."""
 POLL_SECONDS = 1e-4
 TOKENIZER = "tokenizer/tokenizer.json"
-LARGE_TOKENIZER_BYTES = 4 << 20
+LARGE_TOKENIZER_BYTES = 1 << 20
 """The library that parses tokenizers keeps the interpreter's lock meanwhile: a quarter of a second for a vocabulary of
-100000. One that is larger than this waits until the weights stream and graphs are made, which needs no lock."""
+100000, in which a driver that has started cannot say so. One that is larger than this waits until the weights stream
+and graphs are made, which needs no lock."""
 
 
 @dataclass(frozen=True)
