@@ -9,7 +9,7 @@ import numpy as np
 from harness import run
 
 from tokenspeed.bucket import StepLimits
-from tokenspeed.compile.ceilings import REPEATS, MOST_READ_BYTES, plan_ceilings
+from tokenspeed.compile.ceilings import MOST_READ_BYTES, REPEATS, plan_ceilings
 from tokenspeed.compile.codegen import compile_kernels
 from tokenspeed.compile.layout import Layout
 from tokenspeed.graph import Access, Pointer, Region
