@@ -7,7 +7,8 @@ An *adjustment* is what one sequence asks of its logits before it draws: penalti
 (most adjustments), ``B`` = S * MAX_LOGIT_BIAS (most biases of all), ``M`` = S (most token masks), ``W`` = words of a
 mask, ``C`` = rows of token_counts: S, or 1 where the envelope promises no penalties.
 A step fills the first num_tokens, num_seqs, num_logit_rows, num_adjustments, num_biases, num_masks entries; the rest
-is never read. Few steps use what comes last in INPUTS.
+is never read. What a small step uses of INPUTS lies close together, so that one copy brings it to a GPU: page tables
+come behind all that has an entry per token or row, and what few steps use comes last.
 """
 
 from __future__ import annotations
@@ -45,7 +46,6 @@ INPUTS: tuple[IoTensor, ...] = (
     IoTensor("slot_mapping", "int64", ("T",), "where its K and V go: page * page_size + position % page_size"),
     IoTensor("cu_seqlens", "int32", ("S+1",), "tokens of sequence i in this step: [cu_seqlens[i], cu_seqlens[i+1])"),
     IoTensor("context_lens", "int32", ("S",), "positions of the sequence after this step (last position + 1)"),
-    IoTensor("page_table", "int32", ("S", "P"), "page of each run of page_size positions"),
     IoTensor("logit_rows", "int32", ("R",), "token row whose logits are needed, ascending"),
     IoTensor("logit_target", "int32", ("R",), "token whose log-probability is asked (a prompt row), or -1: draw one"),
     IoTensor("temperature", "float32", ("R",), "0 is greedy"),
@@ -66,6 +66,7 @@ INPUTS: tuple[IoTensor, ...] = (
     IoTensor("frequency_penalty", "float32", ("A",), "0 is off"),
     IoTensor("cu_biases", "int32", ("A+1",), "biases of adjustment i: [cu_biases[i], cu_biases[i+1])"),
     IoTensor("mask_row", "int32", ("A",), "its row of token_masks, or -1: every token is allowed"),
+    IoTensor("page_table", "int32", ("S", "P"), "page of each run of page_size positions"),
     IoTensor("bias_ids", "int32", ("B",), "token ids, ascending within an adjustment"),
     IoTensor("bias_values", "float32", ("B",), "what is added to the logits of bias_ids"),
     IoTensor("token_masks", "int32", ("M", "W"), "bit t % 32 of word t / 32 says whether token t is allowed"),

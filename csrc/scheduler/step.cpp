@@ -101,12 +101,6 @@ void Step::copy_to(std::span<std::byte> io, std::span<const uint64_t> offsets) c
   copier.next(slot_mapping.data(), num_tokens);
   copier.next(cu_seqlens.data(), int64_t{num_seqs} + 1);
   copier.next(context_lens.data(), num_seqs);
-  int32_t* pages = copier.next<int32_t>(nullptr, int64_t{num_seqs} * pages_per_sequence);
-  for (int32_t i = 0; i < num_seqs; ++i) {
-    const int32_t held = (context_lens[static_cast<size_t>(i)] + page_size - 1) / page_size;
-    const int64_t row = int64_t{i} * pages_per_sequence;
-    std::memcpy(pages + row, page_table.data() + row, static_cast<size_t>(held) * sizeof(int32_t));
-  }
   copier.next(logit_rows.data(), num_logit_rows);
   copier.next(logit_target.data(), num_logit_rows);
   copier.next(temperature.data(), num_logit_rows);
@@ -127,6 +121,12 @@ void Step::copy_to(std::span<std::byte> io, std::span<const uint64_t> offsets) c
   copier.next(frequency_penalty.data(), num_adjustments);
   copier.next(cu_biases.data(), int64_t{num_adjustments} + 1);
   copier.next(mask_row.data(), num_adjustments);
+  int32_t* pages = copier.next<int32_t>(nullptr, int64_t{num_seqs} * pages_per_sequence);
+  for (int32_t i = 0; i < num_seqs; ++i) {
+    const int32_t held = (context_lens[static_cast<size_t>(i)] + page_size - 1) / page_size;
+    const int64_t row = int64_t{i} * pages_per_sequence;
+    std::memcpy(pages + row, page_table.data() + row, static_cast<size_t>(held) * sizeof(int32_t));
+  }
   copier.next(bias_ids.data(), static_cast<int64_t>(bias_ids.size()));
   copier.next(bias_values.data(), static_cast<int64_t>(bias_values.size()));
   copier.next(token_masks.data(), static_cast<int64_t>(token_masks.size()));
