@@ -37,8 +37,8 @@ FilePlace: TypeAlias = tuple[str, str, int, int]
 """A file of an artifact: its name there, the path that holds it, where in that, and how many bytes."""
 BinaryPlace: TypeAlias = tuple[str, str, str, int, int]
 """A file of a code object: the name by which graphs launch from it, then as FilePlace."""
-LOAD_THREADS = 4
-"""That load code objects and graphs onto a GPU."""
+LOAD_THREADS = 1
+"""That load code objects and graphs onto a GPU: more of them make the driver copy weights more slowly."""
 
 
 class Place(Protocol):
