@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import random
 import shutil
@@ -16,6 +18,7 @@ import pytest
 from tiny_artifact import cli, cli_environment
 
 from tokenspeed.artifact import DIGEST, MANIFEST, Artifact, Manifest, publishing
+from tokenspeed.cli.main import main
 from tokenspeed.compile.build import build
 from tokenspeed.errors import (
     ArtifactError,
@@ -224,6 +227,135 @@ def test_reports_are_checked_before_they_are_shown(damaged: Path, name: str, arg
         assert (ran.returncode, ran.stdout) == (7, "")
         assert f"{name} is damaged: {text}" in ran.stderr or f"the file {name} {text}" in ran.stderr
         assert ran.stderr.splitlines()[-1].startswith("hint: ")
+
+
+GONE = object()
+
+
+def set_in(value: Any, *path: Any, to: Any) -> None:
+    for key in path[:-1]:
+        value = value[key]
+    if to is GONE:
+        del value[path[-1]]
+    else:
+        value[path[-1]] = to
+
+
+DECISIONS = ("report", "targets", 0, "decisions")
+
+
+@pytest.mark.parametrize(
+    ("path", "to", "text"),
+    [
+        (("report",), [], "it must be an object, not []"),
+        (("report", "targets"), GONE, "it lacks 'targets'"),
+        (("report", "targets", 0), 5, "it.targets[0] must be an object, not 5"),
+        (("report", "targets", 0, "required_features"), GONE, "it.targets[0] lacks 'required_features'"),
+        (("report", "targets", 0, "target"), "\ud800", "is not JSON: 'utf-8' codec can't encode"),
+        ((*DECISIONS, 0, "sizes"), [], "decisions[0].sizes must be an object, not []"),
+        ((*DECISIONS, 0, "sizes", "N"), True, "decisions[0].sizes.N must be a whole number, not True"),
+        ((*DECISIONS, 1, "op"), None, "decisions[1].op must be a text, not None"),
+        ((*DECISIONS, 1, "candidates", 0, "reasons"), "x", "candidates[0].reasons must be a list, not 'x'"),
+    ],
+)
+def test_a_malformed_selection_report(damaged: Path, path: tuple[Any, ...], to: Any, text: str) -> None:
+    box = {"report": json.loads((damaged / "selection.json").read_text())}
+    set_in(box, *path, to=to)
+    (damaged / "selection.json").write_text(json.dumps(box["report"]))
+    reseal(damaged)
+    for args in ((), ("--json",), ("--op", "linear"), ("--target", "cpu:x86-64-v3")):
+        code, stdout, stderr = in_process("explain", damaged, *args)
+        assert (code, stdout) == (7, "")
+        assert "selection.json is" in stderr and text in stderr
+        assert stderr.endswith("\nhint: rebuild the artifact\n")
+
+
+@pytest.mark.parametrize(
+    ("program", "text"),
+    [
+        (None, "it must be an object, not None"),
+        ({"ops": {}}, "it.ops must be a list, not {}"),
+        ({"ops": [{"name": "n", "kind": "k", "inputs": ["x", 1], "outputs": []}]}, "ops[0].inputs[1] must be a text"),
+        ({"ops": [{"name": ["x" * 99], "kind": "k", "inputs": [], "outputs": []}]}, "ops[0].name must be a text, not"),
+    ],
+)
+def test_a_malformed_program(damaged: Path, program: Any, text: str) -> None:
+    (damaged / "program.json").write_text(json.dumps(program))
+    reseal(damaged)
+    for args in (("--program",), ("--program", "--json")):
+        code, stdout, stderr = in_process("inspect", damaged, *args)
+        assert (code, stdout) == (7, "")
+        assert "program.json is malformed: " in stderr and text in stderr
+        assert stderr.endswith("\nhint: rebuild the artifact\n")
+
+
+def in_process(*args: str | Path) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of the command line, without a process of its own."""
+    stdout, stderr = io.TextIOWrapper(io.BytesIO(), "utf-8"), io.StringIO()
+    with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
+        code = main([str(arg) for arg in args])
+    stdout.flush()
+    return code, stdout.buffer.getvalue().decode(), stderr.getvalue()
+
+
+def test_a_damaged_graph_is_not_inspected(damaged: Path) -> None:
+    path = graph_file(damaged)
+    path.write_bytes(path.read_bytes()[:100])
+    name = path.relative_to(damaged).as_posix()
+    code, stdout, stderr = in_process("inspect", damaged, "--graph", name)
+    assert (code, stdout) == (7, "")
+    assert stderr.startswith(f"error: {damaged}: {name}: launch graph: ")
+    assert stderr.endswith("\nhint: rebuild the artifact\n")
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        (("targets", 0, "weights_bytes"), 1 << 40, "and the weights of cpu:"),
+        (("targets", 0, "weights_offset"), 65, "weights_offset is 65, no multiple of 64"),
+        (("targets", 0, "weights"), "nowhere", "the file nowhere is missing"),
+        (("targets", 0, "buckets"), [], "need one for every step, have none for a decode step of 1 tokens"),
+        (("targets", 0, "buckets", 0, "bucket", "num_tokens"), 1 << 20, "buckets: need sizes that grow together"),
+        (("targets", 0, "io", 1, "offset"), 4, "places token_ids of region io otherwise than a build"),
+        (("targets", 0, "io_bytes"), 1 << 30, "places io_bytes of region io otherwise than a build"),
+        (("targets", 0, "state", 0, "shape"), [1], "places last_tokens of region state otherwise than a build"),
+        (("targets",), [], "the envelope names other targets than its sections: none"),
+        (("envelope", "max_prefill_tokens", "value"), 4096, "need one for every step, have none for a mixed step"),
+    ],
+)
+def test_a_manifest_that_contradicts_itself_is_not_verified(
+    damaged: Path, path: tuple[Any, ...], value: Any, text: str
+) -> None:
+    manifest = json.loads((damaged / MANIFEST).read_text())
+    set_in(manifest, *path, to=value)
+    write_manifest(damaged, manifest)
+    code, stdout, stderr = in_process("verify", damaged)
+    assert (code, stdout) == (7, "")
+    assert text in stderr and "\nhint: " in stderr
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "text"),
+    [
+        (("targets", 0, "target"), "cpu:z80", "manifest.json is malformed: unknown target 'cpu:z80'"),
+        (("envelope", "targets", "value"), ["gpu"], "manifest.json is malformed: unknown target 'gpu'"),
+        (("envelope", "dtype", "source"), [1], "malformed: dtype was set by [1]; it must be one of default"),
+        (("targets", 0, "io", 1, "offset"), 1 << 40, "malformed: the tensor token_ids does not lie inside its region"),
+        (("tokenspeed_version",), 3, "malformed: it.tokenspeed_version must be a text, not 3"),
+        (("model", "name"), "\ud800", "manifest.json is not a manifest"),
+        (("format_version",), None, "the artifact has format version None"),
+    ],
+)
+def test_a_malformed_manifest_is_shown_by_no_command(
+    damaged: Path, path: tuple[Any, ...], value: Any, text: str
+) -> None:
+    manifest = json.loads((damaged / MANIFEST).read_text())
+    set_in(manifest, *path, to=value)
+    write_manifest(damaged, manifest)
+    for command in ("inspect", "explain", "verify"):
+        code, stdout, stderr = in_process(command, damaged)
+        assert (code, stdout) == (7, "")
+        assert text in stderr and "\nhint: " in stderr
 
 
 TOKENIZER, TEXTS = "tokenizer/tokenizer.json", "tokenizer/config.json"

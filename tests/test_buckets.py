@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tokenspeed.bucket import Bucket, BucketKind, BucketTable, StepLimits
-from tokenspeed.compile.buckets import ladder, prove_coverage
+from tokenspeed.bucket import Bucket, BucketKind, BucketTable, StepLimits, prove_coverage
+from tokenspeed.compile.buckets import ladder
 from tokenspeed.errors import ProgramError
 
 DECODE, MIXED = BucketKind.DECODE, BucketKind.MIXED

@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS: dict[str, int] = {
     "tokenspeed": 0,  # the package itself resolves its names lazily
     "tokenspeed.errors": 0,
+    "tokenspeed.json_check": 0,
     "tokenspeed.target": 1,
     "tokenspeed.step": 1,
     "tokenspeed.bucket": 2,

@@ -28,9 +28,10 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tokenspeed import json_check
 from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.envelope import Envelope
-from tokenspeed.errors import ArtifactError, EnvelopeError, ResourceError
+from tokenspeed.errors import ArtifactError, EnvelopeError, ResourceError, TargetError
 from tokenspeed.step import IO, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
@@ -183,16 +184,20 @@ class Manifest:
     def from_bytes(cls, data: bytes) -> Manifest:
         """Parse manifest.json. Raises ArtifactError for another format version or a malformed manifest."""
         try:
-            raw = json.loads(data)
+            raw = json_check.parse(data)
             version = raw["format_version"]
         except (ValueError, KeyError, TypeError, RecursionError):
-            raise ArtifactError("manifest.json is not a manifest: it is no JSON object with a format_version") from None
+            raise ArtifactError(
+                "manifest.json is not a manifest: it is no JSON object with a format_version",
+                hint="copy the artifact again, or rebuild it",
+            ) from None
         if version != FORMAT_VERSION:
             raise ArtifactError(
                 f"the artifact has format version {version}; this TokenSpeed reads version {FORMAT_VERSION}",
                 hint="rebuild the artifact with this version of `tokenspeed build`",
             )
         try:
+            json_check.check(raw, {"tokenspeed_version": str, "targets": list})
             return cls(
                 format_version=version,
                 tokenspeed_version=raw["tokenspeed_version"],
@@ -201,7 +206,7 @@ class Manifest:
                 targets=tuple(_target_section(t) for t in raw["targets"]),
                 files={name: _record(FileEntry, entry) for name, entry in raw["files"].items()},
             )
-        except (KeyError, TypeError, ValueError, AttributeError, EnvelopeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, EnvelopeError, TargetError) as e:
             raise ArtifactError(f"manifest.json is malformed: {e}", hint="rebuild the artifact") from None
 
 
@@ -234,6 +239,8 @@ def _target_section(raw: dict[str, Any]) -> TargetSection:
         cost=_record(StepCost, raw["cost"]),
         ceilings=tuple(_record(CeilingEntry, e) for e in raw["ceilings"]),
     )
+    if str(Target.parse(section.target)) != section.target:
+        raise ValueError(f"target is {section.target!r}")
     for name in ("weights_bytes", "arena_bytes", "kv_page_bytes", "io_bytes", "state_bytes"):
         if not getattr(section, name):
             raise ValueError(f"{name} is 0")
@@ -314,8 +321,11 @@ class Artifact:
         except OSError as e:
             raise ArtifactError(f"{self.path}: cannot read {name}: {e.strerror}") from None
 
-    def read_json(self, name: str) -> Any:
-        """The contents of the JSON file ``name``, whose digest is checked. Raises ArtifactError."""
+    def read_json(self, name: str, shape: Any) -> Any:
+        """The contents of the JSON file ``name``, its digest checked, and that it is of ``shape`` (json_check.py).
+
+        Raises ArtifactError.
+        """
         data, entry = self.read(name), self.manifest.files.get(name)
         if entry is None or hashlib.sha256(data).hexdigest() != entry.sha256:
             raise ArtifactError(
@@ -323,9 +333,14 @@ class Artifact:
                 hint="copy the artifact again from where it was built, or rebuild it",
             )
         try:
-            return json.loads(data)
+            value = json_check.parse(data)
         except (ValueError, RecursionError) as e:
             raise ArtifactError(f"{self.path}: {name} is not JSON: {e}", hint="rebuild the artifact") from None
+        try:
+            json_check.check(value, shape)
+        except ValueError as e:
+            raise ArtifactError(f"{self.path}: {name} is malformed: {e}", hint="rebuild the artifact") from None
+        return value
 
     def verify(self, level: str = "full", *, target: str | None = None) -> int:
         """Check the files against the manifest at ``level`` (one of VERIFY_LEVELS); returns the bytes hashed.

@@ -89,3 +89,45 @@ class BucketTable:
             if bucket.covers(num_tokens, num_seqs, num_logit_rows):
                 return bucket
         return None
+
+
+def prove_coverage(buckets: Iterable[Bucket], limits: StepLimits) -> int:
+    """Prove that every step within ``limits`` has a bucket; returns how many distinct steps that are.
+
+    A step has 1 <= num_seqs <= max_num_seqs sequences, num_seqs <= num_tokens <= max_prefill_tokens tokens and
+    num_logit_rows <= min(num_tokens, max_logit_rows) logit rows. In a decode step the three are equal.
+    For each num_tokens only the step with most sequences and rows is looked up: a bucket that covers it covers
+    every step of as many tokens. Raises ProgramError naming the first uncovered step, and for a bucket that
+    goes beyond the limits (the arena would not hold it).
+    """
+    table = BucketTable(buckets)
+    for bucket in table.buckets:
+        largest = (limits.max_prefill_tokens, limits.max_num_seqs, limits.max_logit_rows)
+        if not Bucket(bucket.kind, *largest).covers(bucket.num_tokens, bucket.num_seqs, bucket.num_logit_rows):
+            raise ProgramError(f"buckets: need sizes within {largest}, have {bucket}")
+    for num_seqs in range(1, limits.max_num_seqs + 1):
+        if table.find(num_seqs, num_seqs, num_seqs, decode_only=True) is None:
+            raise _uncovered("decode", num_seqs, num_seqs, num_seqs)
+    proved = limits.max_num_seqs
+    for num_tokens in range(1, limits.max_prefill_tokens + 1):
+        num_seqs, rows = min(num_tokens, limits.max_num_seqs), min(num_tokens, limits.max_logit_rows)
+        if table.find(num_tokens, num_seqs, rows, decode_only=False) is None:
+            raise _first_uncovered(table, num_tokens, num_seqs, rows)
+        proved += num_seqs * (rows + 1)
+    return proved
+
+
+def _first_uncovered(table: BucketTable, num_tokens: int, max_seqs: int, max_rows: int) -> ProgramError:
+    def uncovered(num_seqs: int, rows: int) -> bool:
+        return table.find(num_tokens, num_seqs, rows, decode_only=False) is None
+
+    num_seqs = next(n for n in range(1, max_seqs + 1) if uncovered(n, max_rows))
+    rows = next(n for n in range(max_rows + 1) if uncovered(num_seqs, n))
+    return _uncovered("mixed", num_tokens, num_seqs, rows)
+
+
+def _uncovered(kind: str, num_tokens: int, num_seqs: int, rows: int) -> ProgramError:
+    return ProgramError(
+        f"buckets: need one for every step, have none for a {kind} step of {num_tokens} tokens, "
+        f"{num_seqs} sequences and {rows} logit rows"
+    )

@@ -139,7 +139,7 @@ class Envelope:
         """Read back what ``to_json`` wrote. Raises EnvelopeError on anything else."""
         try:
             settings = {
-                f.name: Setting(_check(f, data[f.name]["value"], "the artifact"), data[f.name]["source"])
+                f.name: Setting(_check(f, data[f.name]["value"], "the artifact"), _source(f, data[f.name]["source"]))
                 for f in FIELDS
             }
         except (KeyError, TypeError) as e:
@@ -283,6 +283,12 @@ def _check(field: Field, value: Any, source: str) -> Any:
     if not (field.low or 0) <= value <= (field.high or value):
         raise EnvelopeError(f"{where} is {value}; it must lie between {field.low} and {field.high}")
     return value
+
+
+def _source(field: Field, source: Any) -> str:
+    if source not in SOURCES:
+        raise EnvelopeError(f"{field.name} was set by {source!r}; it must be one of {', '.join(SOURCES)}")
+    return str(source)
 
 
 def _plain(value: Any) -> Any:

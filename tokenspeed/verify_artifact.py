@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
-from tokenspeed.artifact import Artifact, TargetSection
-from tokenspeed.bucket import BucketTable
+from tokenspeed.artifact import MANIFEST, Artifact, TargetSection
+from tokenspeed.bucket import StepLimits, prove_coverage
 from tokenspeed.device_code import DeviceCode, read_device_code
 from tokenspeed.errors import ArtifactError, ProgramError
 from tokenspeed.gpu_verify import verify_gpu_graph
 from tokenspeed.graph import LaunchGraph, Region
 from tokenspeed.graph_verify import verify_graph
+from tokenspeed.step import ALIGNMENT, IO, STATE, place
 from tokenspeed.target import Target
 
 
 def verify_graphs(artifact: Artifact) -> tuple[int, int]:
     """Decode and verify every graph of ``artifact``; returns how many graphs and nodes there were.
 
-    Graphs of GPUs are also held against their binaries: symbols, parameters, limits of the target.
+    Graphs of GPUs are also held against their binaries: symbols, parameters, limits of the target. Every step of the
+    envelope must have a bucket, and the weights must lie in their file.
     Raises ArtifactError naming the file, the node and the argument at fault.
     """
     graphs = nodes = 0
+    built = [section.target for section in artifact.manifest.targets]
+    if sorted(built) != sorted(artifact.manifest.envelope.settings["targets"].value):
+        raise _malformed(artifact, f"the envelope names other targets than its sections: {', '.join(built) or 'none'}")
     for section in artifact.manifest.targets:
         sizes, target = region_sizes(section), Target.parse(section.target)
+        _check_weights(artifact, section)
+        _check_buckets(artifact, section)
+        _check_io(artifact, section)
         code = _device_code(artifact, section)
-        BucketTable(entry.bucket for entry in section.buckets)
         for name in section.graphs:
             try:
                 graph = LaunchGraph.decode(artifact.read(name))
@@ -34,6 +41,44 @@ def verify_graphs(artifact: Artifact) -> tuple[int, int]:
             graphs += 1
             nodes += len(graph.nodes)
     return graphs, nodes
+
+
+def _check_weights(artifact: Artifact, section: TargetSection) -> None:
+    have, end = artifact.locate(section.weights).bytes, section.weights_offset + section.weights_bytes
+    if section.weights_offset % ALIGNMENT:
+        raise _malformed(artifact, f"weights_offset is {section.weights_offset}, no multiple of {ALIGNMENT}")
+    if end > have:
+        raise _malformed(
+            artifact, f"{section.weights} has {have} bytes, and the weights of {section.target} end at {end}"
+        )
+
+
+def _check_buckets(artifact: Artifact, section: TargetSection) -> None:
+    envelope = artifact.manifest.envelope
+    try:
+        limits = StepLimits(envelope.max_prefill_tokens, envelope.max_num_seqs, envelope.max_logit_rows)
+        prove_coverage((entry.bucket for entry in section.buckets), limits)
+    except ProgramError as e:
+        raise _malformed(artifact, f"{section.target}: {e.message}") from None
+
+
+def _check_io(artifact: Artifact, section: TargetSection) -> None:
+    """What a step brings and gives lies where envelope and model say. How many rows count tokens, the section says."""
+    manifest, envelope = artifact.manifest, artifact.manifest.envelope
+    sizes = {"T": envelope.max_prefill_tokens, "S": envelope.max_num_seqs, "P": envelope.pages_per_seq,
+             "R": envelope.max_logit_rows, "V": manifest.model.vocab_size, "C": section.state[-1].shape[0]}  # fmt: skip
+    for region, tensors, have in (
+        ("io", IO, (section.io, section.io_bytes)),
+        ("state", STATE, (section.state, section.state_bytes)),
+    ):
+        need, nbytes = place(tensors, sizes)
+        if have != (need, nbytes):
+            differing = next((t.name for t, other in zip(need, have[0], strict=True) if t != other), f"{region}_bytes")
+            raise _malformed(artifact, f"{section.target} places {differing} of region {region} otherwise than a build")
+
+
+def _malformed(artifact: Artifact, what: str) -> ArtifactError:
+    return ArtifactError(f"{artifact.path}: {MANIFEST} is malformed: {what}", hint="rebuild the artifact")
 
 
 def _device_code(artifact: Artifact, section: TargetSection) -> dict[str, DeviceCode]:

@@ -8,6 +8,26 @@ from typing import Any
 from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_json, print_json
 from tokenspeed.errors import UsageError
 
+_REPORT = {
+    "targets": [
+        {
+            "target": str,
+            "required_features": [str],
+            "decisions": [
+                {
+                    "op": str,
+                    "dtype": str,
+                    "sizes": {...: int},
+                    "ops": [str],
+                    "chosen": str,
+                    "candidates": [{"kernel": str, "reasons": [str]}],
+                }
+            ],
+        }
+    ]
+}
+"""What of selection.json is shown."""
+
 
 def add_parser(subparsers: Subparsers) -> None:
     parser = add_command(
@@ -31,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
     from tokenspeed.artifact import Artifact
 
     artifact = Artifact.open(args.artifact)
-    report = artifact.read_json("selection.json")["targets"]
+    report = artifact.read_json("selection.json", _REPORT)["targets"]
     found = [
         {**target, "decisions": decisions}
         for target in report

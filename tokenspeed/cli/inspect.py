@@ -7,7 +7,10 @@ import json
 from typing import Any
 
 from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_json, print_json
-from tokenspeed.errors import UsageError
+from tokenspeed.errors import ArtifactError, ProgramError, UsageError
+
+_PROGRAM = {"ops": [{"name": str, "kind": str, "inputs": [str], "outputs": [str]}]}
+"""What of program.json is shown."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -35,16 +38,19 @@ def run(args: argparse.Namespace) -> int:
 
     artifact = Artifact.open(args.artifact)
     if args.graph:
-        known = [entry.graph for section in artifact.manifest.targets for entry in section.buckets]
+        known = [graph for section in artifact.manifest.targets for graph in section.graphs]
         if args.graph not in known:
             raise UsageError(f"the artifact has no graph {args.graph!r}", hint=f"it has {', '.join(known)}")
-        graph = LaunchGraph.decode(artifact.read(args.graph))
+        try:
+            graph = LaunchGraph.decode(artifact.read(args.graph))
+        except ProgramError as e:
+            raise ArtifactError(f"{artifact.path}: {args.graph}: {e.message}", hint="rebuild the artifact") from None
         if args.json:
             print_json(graph.to_json())
         else:
             print(graph)
     elif args.program:
-        program = artifact.read_json("program.json")
+        program = artifact.read_json("program.json", _PROGRAM)
         if args.json:
             print_json(program)
         else:

@@ -7,8 +7,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from tokenspeed.bucket import Bucket, StepLimits
-from tokenspeed.compile.buckets import ladder, prove_coverage
+from tokenspeed.bucket import Bucket, StepLimits, prove_coverage
+from tokenspeed.compile.buckets import ladder
 from tokenspeed.compile.capture import CaptureJob, Captures
 from tokenspeed.compile.ceilings import REPEATS, Ceiling, plan_ceilings
 from tokenspeed.compile.layout import Layout, kv_page_bytes, pages_per_seq, plan_layout

@@ -1,0 +1,49 @@
+"""JSON from an artifact is held against what its readers expect before anything of it is used or shown."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+_SHOWN = 60
+
+
+def parse(data: bytes) -> Any:
+    """The JSON value in ``data``. Raises ValueError (of which json's error is one) or RecursionError.
+
+    Half of a surrogate pair, which JSON can spell and UTF-8 cannot, is refused: no text with one can be printed.
+    """
+    value = json.loads(data)
+    if _SURROGATE.search(data):
+        json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError, a ValueError
+    return value
+
+
+def check(value: Any, shape: Any, where: str = "it") -> None:
+    """Raise ValueError naming the first part of ``value`` that is not of ``shape``.
+
+    A shape is a type; a list of one shape, for any number of such; a dict of shapes by name, for an object that has
+    these fields at least; or a dict whose one name is ``...``, for an object of any names.
+    """
+    if isinstance(shape, type):
+        _is(value, shape, where)
+    elif isinstance(shape, list):
+        _is(value, list, where)
+        for position, item in enumerate(value):
+            check(item, shape[0], f"{where}[{position}]")
+    else:
+        _is(value, dict, where)
+        for name in value if ... in shape else shape:
+            if name not in value:
+                raise ValueError(f"{where} lacks {name!r}")
+            check(value[name], shape[... if ... in shape else name], f"{where}.{name}")
+
+
+def _is(value: Any, kind: type, where: str) -> None:
+    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+        shown = repr(value)
+        shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+        names = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}
+        raise ValueError(f"{where} must be {names[kind]}, not {shown}")
