@@ -130,13 +130,15 @@ class GpuDouble:
             self._queue.put((self._tickets, graph, (num_tokens, num_seqs, num_logit_rows), io_set))
             return self._tickets
 
-    def wait(self, ticket: int) -> None:
+    def wait(self, ticket: int, seconds: float | None = None) -> bool:
         with self._done:
-            self._done.wait_for(lambda: ticket in self._results)
+            if not self._done.wait_for(lambda: ticket in self._results, seconds):
+                return False
             error = self._results[ticket]
             self._busy = {io_set: t for io_set, t in self._busy.items() if t > ticket}
             if error is not None:
                 raise error
+            return True
 
     def profile(
         self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int

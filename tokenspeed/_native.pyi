@@ -206,6 +206,11 @@ class Scheduler:
         The oldest step failed on the device: returns the requests that end with it.
         """
 
+    def warm(self) -> None:
+        """
+        Read what the next commit and next_step will read, and change nothing: keeps it in the processor's caches.
+        """
+
     def abort(self, request_id: int) -> bool:
         """
         Ends a request; False if it is unknown or has ended. Its pages are free at once, or when the last step
@@ -411,9 +416,10 @@ class GpuDevice:
         graph, outputs back. The set is the device's until wait(ticket). Raises DeviceError.
         """
 
-    def wait(self, ticket: int) -> None:
+    def wait(self, ticket: int, seconds: float = float('inf')) -> bool:
         """
-        Return when the step of `ticket`, and all before it, are done. Raises DeviceLostError.
+        True when the step of `ticket`, and all before it, are done; False if they are not after `seconds`, in
+        which the device is asked again and again. Raises DeviceLostError.
         """
 
     def time_steps(self, num_steps: int) -> None:

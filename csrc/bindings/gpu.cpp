@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <limits>
 #include <string>
 #include <string_view>
 #include <tuple>
@@ -219,8 +220,9 @@ void bind_gpu_device(nb::module_& m) {
       .def("submit", &submit, "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_set"_a = 0,
            "Queue a step behind those in flight and return its ticket: inputs of io set `io_set` to the device, the\n"
            "graph, outputs back. The set is the device's until wait(ticket). Raises DeviceError.")
-      .def("wait", &GpuDevice::wait, "ticket"_a, Release(),
-           "Return when the step of `ticket`, and all before it, are done. Raises DeviceLostError.")
+      .def("wait", &GpuDevice::wait, "ticket"_a, "seconds"_a = std::numeric_limits<double>::infinity(), Release(),
+           "True when the step of `ticket`, and all before it, are done; False if they are not after `seconds`, in\n"
+           "which the device is asked again and again. Raises DeviceLostError.")
       .def("time_steps", &GpuDevice::time_steps, "num_steps"_a,
            "Time the graphs of steps on the device, the latest `num_steps` of them, which costs each a microsecond.\n"
            "Before seal(). Raises DeviceError.")

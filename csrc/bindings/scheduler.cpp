@@ -269,6 +269,8 @@ void bind_scheduler(nb::module_& m) {
            "The oldest step has run; tokens is int32[num_logit_rows]. Returns what it drew.")
       .def("fail_step", &fail_step, "step_id"_a, nb::sig("def fail_step(self, step_id: int) -> list[int]"),
            "The oldest step failed on the device: returns the requests that end with it.")
+      .def("warm", &Scheduler::warm,
+           "Read what the next commit and next_step will read, and change nothing: keeps it in the processor's caches.")
       .def("abort", &Scheduler::abort, "request_id"_a,
            "Ends a request; False if it is unknown or has ended. Its pages are free at once, or when the last step\n"
            "in flight that uses them is over. No event of it follows.")

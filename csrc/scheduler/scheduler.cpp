@@ -98,6 +98,25 @@ Scheduler::PlannedStep& Scheduler::oldest(int64_t step_id, const char* verb) {
   return plan;
 }
 
+void Scheduler::warm() const noexcept {
+  const auto touch = [](const void* data, size_t bytes) {
+    const auto* p = static_cast<const volatile char*>(data);
+    for (size_t at = 0; at < bytes; at += 64) static_cast<void>(p[at]);
+  };
+  for (const Request* request : running_) {
+    touch(request, sizeof(Request));
+    touch(request->tokens.data() + request->tokens.size() - 1, sizeof(int32_t));
+    touch(request->params.stop_token_ids.data(), request->params.stop_token_ids.size() * sizeof(int32_t));
+    if (const fsm::Holding* held = holding(request->state)) {
+      const std::span<const int32_t> pages = page_row(*held);
+      touch(pages.data(), pages.size_bytes());
+    }
+  }
+  for (const std::shared_ptr<Step>& spare : spare_steps_) {
+    if (spare.use_count() == 1) spare->warm(running_.size());
+  }
+}
+
 std::span<const DrawnToken> Scheduler::commit(int64_t step_id, std::span<const int32_t> tokens) {
   PlannedStep& plan = oldest(step_id, "commit");
   if (tokens.size() != static_cast<size_t>(plan.step->num_logit_rows)) {

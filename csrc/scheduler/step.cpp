@@ -72,6 +72,18 @@ Step::Step(const SchedulerConfig& config)
   }
 }
 
+void Step::warm(size_t count) const noexcept {
+  const auto touch = [count](const auto& array, size_t width = 1) {
+    const size_t bytes = std::min(count * width, array.size()) * sizeof(array[0]);
+    const auto* p = reinterpret_cast<const volatile char*>(array.data());
+    for (size_t at = 0; at < bytes; at += 64) static_cast<void>(p[at]);
+  };
+  touch(token_ids), touch(positions), touch(slot_mapping), touch(cu_seqlens), touch(context_lens);
+  touch(page_table, static_cast<size_t>(pages_per_sequence));
+  touch(logit_rows), touch(logit_target), touch(temperature), touch(top_p), touch(min_p), touch(top_k), touch(seed);
+  touch(draw_position), touch(num_logprobs), touch(state_slot), touch(adjustment), touch(rows);
+}
+
 void Step::clear(int64_t new_id) noexcept {
   id = new_id;
   num_tokens = num_seqs = num_logit_rows = 0;

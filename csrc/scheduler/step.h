@@ -25,6 +25,9 @@ struct Step {
   Step(const Step&) = delete;
   Step& operator=(const Step&) = delete;
 
+  // Reads what a step of `count` decodes will write, and changes nothing.
+  void warm(size_t count) const noexcept;
+
   // Empties the step for reuse; allocates nothing.
   void clear(int64_t new_id) noexcept;
 

@@ -111,7 +111,9 @@ TEST(pages_come_chunk_by_chunk) {
   s.submit(1, prompt(12), wants(2));
   StepPtr step = s.next_step();
   CHECK(s.num_free_pages() == 14 && (head(step->page_table, 2) == Ints{0, 1}));
+  s.warm();  // reads, and changes nothing: with a step in flight, without one, and when nothing is known
   commit(s, step);
+  s.warm();
   step = s.next_step();
   CHECK(s.num_free_pages() == 13 && (head(step->page_table, 3) == Ints{0, 1, 2}));
   CHECK((head(step->slot_mapping, 4) == std::vector<int64_t>{8, 9, 10, 11}));
@@ -119,6 +121,7 @@ TEST(pages_come_chunk_by_chunk) {
   step = s.next_step();
   CHECK(s.num_free_pages() == 12 && step->is_decode_only && step->slot_mapping[0] == 12);
   commit(s, step);
+  s.warm();
   CHECK(s.is_idle() && s.num_free_pages() == 16);
 }
 

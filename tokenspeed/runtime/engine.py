@@ -391,7 +391,7 @@ class Engine:
         try:
             if not isinstance(running.started, InFlight):
                 raise running.started
-            outputs = self._executor.wait(running.started)
+            outputs = self._executor.wait(running.started, self._scheduler.warm)
         except DeviceError as e:
             if is_lost(e):
                 raise

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -16,6 +16,8 @@ from tokenspeed.step import INPUTS, OUTPUTS, STEP_SIZES, align
 
 IO_SET_ALIGNMENT = 4096
 """Bytes to which each of a device's io sets is aligned: a memory page."""
+WARM_SECONDS, WARM_TIMES = 5e-4, 40
+"""While a step runs: how often caches are warmed, and for how many times: decode steps take no longer."""
 _FORMATS: dict[str, Any] = {"int32": "i", "int64": "q", "uint64": "Q", "float32": "f"}
 
 DeviceError = _native.DeviceError
@@ -111,8 +113,14 @@ class Executor:
         self._sets[0][self._offsets[0] : self._offsets[0] + len(sizes)] = sizes
         return [float(seconds) for _, seconds in self.device.profile(graph, num_tokens, 1, 1, 0)]
 
-    def wait(self, step: InFlight) -> StepOutputs:
-        """Block until ``step`` is done. Raises _native.DeviceError if the device failed."""
+    def wait(self, step: InFlight, meanwhile: Callable[[], None] = lambda: None) -> StepOutputs:
+        """Block until ``step`` is done. Raises _native.DeviceError if the device failed. With several io sets, which
+        are there so that the host is never waited for, ``meanwhile`` is called every WARM_SECONDS at first."""
+        if self.io_sets > 1:
+            for _ in range(WARM_TIMES):
+                if self.device.wait(step.ticket, WARM_SECONDS):
+                    break
+                meanwhile()
         self.device.wait(step.ticket)
         io = self._outputs[step.io_set]
         return StepOutputs(

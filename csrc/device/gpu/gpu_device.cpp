@@ -1,6 +1,7 @@
 #include "device/gpu/gpu_device.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <type_traits>
 
@@ -407,7 +408,7 @@ Ticket GpuDevice::submit(int graph, const StepSizes& sizes, int io_set) {
   return set.ticket;
 }
 
-void GpuDevice::wait(Ticket ticket) {
+bool GpuDevice::wait(Ticket ticket, double seconds) {
   Handle event = nullptr;
   {
     const std::lock_guard lock(mutex_);
@@ -416,24 +417,27 @@ void GpuDevice::wait(Ticket ticket) {
       throw DeviceError("ticket " + std::to_string(ticket) + " was never given out: the last one is " +
                         std::to_string(last_ticket_));
     }
-    if (ticket <= done_ticket_ || closed_) return;
+    if (ticket <= done_ticket_ || closed_) return true;
     for (const IoSet& set : io_sets_) {
       if (set.ticket == ticket) event = set.done->get();
     }
-    if (event == nullptr) return;  // its set was free for a later step, so it is done
+    if (event == nullptr) return true;  // its set was free for a later step, so it is done
     ++waiting_;
   }
   context_->bind_quietly();
-  const double end = Timeline::now() + spin_seconds_;
+  const double end = Timeline::now() + std::min(spin_seconds_, seconds);
   Status code = context_->call().event_query(event);
   while (code == status::kNotReady && Timeline::now() < end) code = context_->call().event_query(event);
-  if (code == status::kNotReady) code = context_->call().event_synchronize(event);
+  const bool give_up = code == status::kNotReady && std::isfinite(seconds);
+  if (code == status::kNotReady && !give_up) code = context_->call().event_synchronize(event);
   const std::lock_guard lock(mutex_);
   --waiting_;
   idle_.notify_all();
+  if (give_up) return false;
   context_->check(code, "finish a step");
   done_ticket_ = std::max(done_ticket_, ticket);
   for (IoSet& set : io_sets_) set.busy = set.busy && set.ticket > done_ticket_;
+  return true;
 }
 
 void GpuDevice::time_steps(size_t num_steps) {

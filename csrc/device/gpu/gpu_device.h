@@ -4,6 +4,7 @@
 #include <array>
 #include <condition_variable>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <span>
@@ -85,8 +86,9 @@ class GpuDevice {
 
   // Queues a step behind those in flight. Its io set belongs to the device until wait() has returned.
   Ticket submit(int graph, const StepSizes& sizes, int io_set);
-  // Sleeps until the step of `ticket`, and all before it, are done and their outputs are in the host's memory.
-  void wait(Ticket ticket);
+  // Waits until the step of `ticket`, and all before it, are done and their outputs are in the host's memory: true.
+  // False if they are not after `seconds`.
+  bool wait(Ticket ticket, double seconds = std::numeric_limits<double>::infinity());
   // Times the graphs of steps from here on, of the latest `num_steps`; before seal(). Without it steps are not timed.
   void time_steps(size_t num_steps);
   // Of the steps that are done since the last call; see StepTimes::take.
