@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -24,8 +25,9 @@ def parse(data: bytes) -> Any:
 def check(value: Any, shape: Any, where: str = "it") -> None:
     """Raise ValueError naming the first part of ``value`` that is not of ``shape``.
 
-    A shape is a type; a list of one shape, for any number of such; a dict of shapes by name, for an object that has
-    these fields at least; or a dict whose one name is ``...``, for an object of any names.
+    A shape is a type (``float`` for any finite number); a list of one shape, for any number of such; a dict of shapes
+    by name, for an object that has these fields at least; or a dict whose one name is ``...``, for an object of any
+    names.
     """
     if isinstance(shape, type):
         _is(value, shape, where)
@@ -42,8 +44,12 @@ def check(value: Any, shape: Any, where: str = "it") -> None:
 
 
 def _is(value: Any, kind: type, where: str) -> None:
-    if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+    if kind is float:
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    else:
+        good = isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+    if not good:
         shown = repr(value)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
-        names = {str: "a text", int: "a whole number", list: "a list", dict: "an object"}
+        names = {str: "a text", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
         raise ValueError(f"{where} must be {names[kind]}, not {shown}")

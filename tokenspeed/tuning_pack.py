@@ -16,6 +16,7 @@ import hashlib
 import io
 import json
 import os
+import stat
 import tempfile
 import zipfile
 import zlib
@@ -42,6 +43,7 @@ Capabilities")."""
 
 ConfigJson: TypeAlias = Mapping[str, int | float | bool | str]
 _MOST = 1 << 50
+_MOST_OF_A_MEMBER = 64 << 20  # bytes unpacked; code objects and manifests of real packs have a hundredth
 _Record = TypeVar("_Record")
 
 
@@ -280,6 +282,8 @@ class TuningPack:
     def __init__(self, path: Path):
         self.path = path
         try:
+            if not stat.S_ISREG(path.stat().st_mode):  # the end of a device or a pipe may never come
+                raise ArtifactError(f"{path} is no file", hint="make a pack with `tokenspeed tune pack`")
             self._zip = zipfile.ZipFile(path)
         except OSError as e:
             raise ArtifactError(
@@ -317,9 +321,10 @@ class TuningPack:
     def _member(self, name: str, nbytes: int | None) -> bytes:
         try:
             info = self._zip.getinfo(name)
-            if nbytes is not None and info.file_size != nbytes:
+            if info.file_size > _MOST_OF_A_MEMBER or (nbytes is not None and info.file_size != nbytes):
                 raise self._damaged(name)
-            return self._zip.read(info)
+            with self._zip.open(info) as member:
+                return member.read(info.file_size)  # with a number: what a header claims bounds what is unpacked
         except KeyError:
             raise ArtifactError(
                 f"{self.path}: {name} is missing: this is no whole pack", hint="copy it again"

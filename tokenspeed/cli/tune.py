@@ -288,13 +288,18 @@ def _show(args: argparse.Namespace) -> int:
     from tokenspeed.target import Target
 
     target, folder = Target.parse(args.target), Path(args.tables) if args.tables else None
+    if not target.is_gpu:
+        raise UsageError(f"--target is {target}: tables are for GPUs", hint="name one, e.g. cuda:sm_90a")
+    if folder is not None and not folder.is_dir():
+        raise UsageError(f"there is no folder {folder} of tables", hint="leave --tables out for those of builds")
     wanted = args.op.split(",") if args.op else None
     found = [e for entries in read_table(target, folder).values() for e in entries if not wanted or e["op"] in wanted]
     if args.json:
         print_json({"target": str(target), "path": str(table_path(target, folder)), "entries": found})
         return 0
     if not found:
-        print(f"nothing was measured for {target}: builds choose by rule", file=sys.stderr)
+        of = f"{args.op} on {target}" if args.op else target
+        print(f"nothing was measured for {of}: builds choose by rule", file=sys.stderr)
         return 0
     _print_rows(
         ("op", "sizes", "M", "us", "share", "config", "runner-up", "device", "date"),

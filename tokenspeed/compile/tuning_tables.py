@@ -12,6 +12,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
+from tokenspeed import json_check
 from tokenspeed.errors import ArtifactError, TargetError
 from tokenspeed.kernels.triton import linear_config
 from tokenspeed.kernels.triton.linear_config import FORMAT_VERSION, Config, to_json, usable
@@ -22,6 +23,10 @@ from tokenspeed.tuning_pack import Peak, write_whole
 RESULTS_KIND = "tokenspeed tuning results"
 Entry: TypeAlias = dict[str, Any]
 Key: TypeAlias = tuple[str, int, int, int, str, str]
+_CHOICE = {"us": float, "config": dict}
+_ENTRY = {"op": str, "N": int, "K": int, "M": int, "dtype": str, **_CHOICE, "runner_up": _CHOICE, "device": str,
+          "date": str}  # fmt: skip
+_SHARE = {"share": float, "bound": str, "share_of": str}
 
 
 @dataclass(frozen=True)
@@ -84,11 +89,14 @@ def read_table(target: Target, folder: Path | None = None) -> dict[str, list[Ent
     if not path.is_file():
         return {}
     try:
-        table = json.loads(path.read_text())
+        table = json_check.parse(path.read_bytes())
+        json_check.check(table, {"format_version": int})
         if table.pop("format_version") != FORMAT_VERSION:
             raise ValueError(f"it is not of format version {FORMAT_VERSION}")
+        json_check.check(table, {...: [_ENTRY]})
         for entry in (entry for entries in table.values() for entry in entries):
-            _key(entry)
+            if "share" in entry:
+                json_check.check(entry, _SHARE)
             _config(entry["config"], target, entry["op"])
             _require(entry, "date", _is_date)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
@@ -119,7 +127,7 @@ def _key(entry: Entry) -> Key:
 def read_results(path: Path) -> tuple[Target, list[tuple[str, Entry]]]:
     """(target, (family, entry of a table) of every case that has a winner) of a run. Raises ArtifactError."""
     try:
-        raw = json.loads(path.read_text())
+        raw = json_check.parse(path.read_bytes())
         if not isinstance(raw, dict) or raw.get("kind") != RESULTS_KIND:
             raise ValueError("it does not say that it is one")
         if raw["format_version"] != RESULTS_VERSION:
@@ -129,12 +137,17 @@ def read_results(path: Path) -> tuple[Target, list[tuple[str, Entry]]]:
             raise ValueError(f"its target is {target}")
         _require(raw, "device", lambda device: isinstance(device, str) and device != "")
         _require(raw, "date", _is_date)
+        json_check.check(raw, {"peak": {"part": str, "bytes_per_s": float, "flops_per_s": float}})
+        for name in ("bytes_per_s", "flops_per_s"):
+            _require(raw["peak"], name, lambda rate: 1 <= rate < 1e30)
         found = [(e["family"], _entry(e, raw, target)) for e in raw["entries"] if e["timed"]]
         for family, _ in found:
             if family != "linear":
                 raise ValueError(f"no table has a list {family!r}")
     except OSError as e:
-        raise ArtifactError(f"cannot read {path}: {e.strerror or e}") from None
+        raise ArtifactError(
+            f"cannot read {path}: {e.strerror or e}", hint="give it what `-o` of `tokenspeed tune run` wrote"
+        ) from None
     except (ValueError, KeyError, TypeError, AttributeError, TargetError, RecursionError) as e:
         reason = f"it has no {e}" if isinstance(e, KeyError) else str(e)
         raise ArtifactError(
