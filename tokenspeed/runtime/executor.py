@@ -115,7 +115,8 @@ class Executor:
 
     def wait(self, step: InFlight, meanwhile: Callable[[], None] = lambda: None) -> StepOutputs:
         """Block until ``step`` is done. Raises _native.DeviceError if the device failed. With several io sets, which
-        are there so that the host is never waited for, ``meanwhile`` is called at once and every WARM_SECONDS at first."""
+        are there so that the host is never waited for, ``meanwhile`` is called at once, and every WARM_SECONDS for
+        WARM_TIMES."""
         if self.io_sets > 1:
             for _ in range(WARM_TIMES):
                 meanwhile()
