@@ -269,7 +269,7 @@ def linear_silu_mul_wide(x, weight, out, step_sizes, F: gl.constexpr, N: gl.cons
 def interpreted(kernel: DeviceKernel, sizes: Sequence[int]) -> tuple[DeviceKernel, tuple[int, int, int]]:
     """(kernel of linear.py with the bits of ``kernel``, its grid in a step of ``sizes``): what runs where these cannot.
 
-    On the device both walk K in steps of one instruction, which bench_variants.py and ``tokenspeed tune run`` compare
+    On the device both walk K in steps of one instruction, which ``tokenspeed tune run`` compares
     bit by bit; that these compile, and what they are made of, is tested by tests/interpreted/test_linear_wide.py.
     """
     constants = dict(kernel.constants)
