@@ -398,6 +398,12 @@ def test_a_full_disk_under_stdout_is_an_error(tiny_artifact: Path) -> None:
     assert (ran.returncode, ran.stderr) == (9, b"error: No space left on device\n")
 
 
+def test_a_closed_stderr_changes_nothing_else(tiny_artifact: Path) -> None:
+    ran = shell("$ts run $a hi --temperature 0 2>&-", tiny_artifact)
+    assert (ran.returncode, ran.stdout) == (0, shell("$ts run $a hi --temperature 0", tiny_artifact).stdout)
+    assert shell("$ts verify $a/none 2>&-", tiny_artifact).returncode == 7
+
+
 def test_an_ascii_terminal(tiny_artifact: Path) -> None:
     plain = shell("$ts run $a hi --temperature 0 --max-tokens 200", tiny_artifact, PYTHONIOENCODING="ascii")
     assert (plain.returncode, plain.stderr) == (0, b"") and plain.stdout.isascii() and b"?" in plain.stdout

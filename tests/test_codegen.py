@@ -17,7 +17,7 @@ from tiny_kernels import JOBS, TARGETS, broken_kernel, compiled, product_kernel,
 from tokenspeed.compile import codegen
 from tokenspeed.compile.code_cache import CodeCache, default_cache
 from tokenspeed.compile.codegen import SCRATCH_POINTERS, compile_kernels
-from tokenspeed.errors import TargetError, UsageError
+from tokenspeed.errors import ArtifactError, ResourceError, TargetError, UsageError
 from tokenspeed.kernels.registry import DeviceKernel
 from tokenspeed.target import Target
 
@@ -126,6 +126,50 @@ def test_damaged_entries_are_compiled_again(tmp_path: Path) -> None:
         path.write_bytes(data)
         assert compile_kernels([job], workers=1, cache=tmp_path) == expected
         assert path.read_bytes() == whole[path]
+
+
+FACTS = b'{"symbol": "scale", "threads": 128, "shared_bytes": 0}\n'
+
+
+@pytest.mark.parametrize(
+    ("facts", "code", "reason"),
+    [
+        (b"", b"", "Expecting value"),
+        (b"\xff", b"", "codec can't decode"),
+        (b"{}\n", b"", "'symbol'"),
+        (b"[]\n", b"", "indices must be integers"),
+        (FACTS, b"no code", "need a 64-bit little-endian ELF file"),
+        (FACTS, GFX942, "it is for hip:gfx942"),
+        (FACTS.replace(b"scale", b"other"), HOPPER, "'other'"),
+    ],
+)
+def test_entries_that_someone_else_wrote(facts: bytes, code: bytes | Target, reason: str, tmp_path: Path) -> None:
+    """Their own digests are right. A wrong way to a kernel is found again; a wrong kernel is refused."""
+    content = facts + (code if isinstance(code, bytes) else compiled()[scale_kernel(), code].binary)
+    job, cache = (scale_kernel(), HOPPER), CodeCache(tmp_path)
+    expected = compile_kernels([job], workers=1, cache=tmp_path)
+    keys = [path.parent.name + path.name for path in tmp_path.rglob("*") if path.is_file()]
+    (kernel_key,) = (key for key in keys if len(cache.read(key) or b"") > 64)
+    (source_key,) = {*keys} - {kernel_key}
+    cache.write(source_key, content)
+    assert compile_kernels([job], workers=1, cache=tmp_path) == expected
+    cache.write(kernel_key, content)
+    with pytest.raises(ArtifactError, match="what is cached for it is no such kernel: ") as e:
+        compile_kernels([job], workers=1, cache=tmp_path)
+    assert reason in e.value.message and e.value.hint is not None and "--no-cache" in e.value.hint
+
+
+def test_a_full_disk_is_no_kernels_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "import errno, os\nraise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))\n"
+    (tmp_path / "hungry_kernels.py").write_text(text)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    failures: dict[codegen.Job, TargetError] = {}
+    with pytest.raises(ResourceError) as e:
+        compile_kernels([(scale_kernel(module="hungry_kernels"), HOPPER)], failures=failures)
+    assert e.value.message == f"the disk is full in {tmp_path}, where kernels are compiled"
+    assert e.value.hint == "free some space there, or set TMPDIR to another folder"
+    assert not failures
 
 
 def test_an_edit_elsewhere_in_a_file_compiles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,12 +6,16 @@ import hashlib
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_artifact import cli_environment, hf_config, tiny
 
 from tokenspeed.cli.main import main
 from tokenspeed.compile.tuning_tables import RESULTS_KIND
@@ -172,3 +176,45 @@ def test_what_was_merged_can_be_shown(tmp_path: Path, capsys: pytest.CaptureFixt
     assert main(["tune", "merge", str(source), "--tables", str(tmp_path)]) == 0
     assert main(["tune", "show", "--target", "cuda:sm_90a", "--tables", str(tmp_path)]) == 0
     assert "a GPU" in capsys.readouterr().out
+
+
+SLOW_PACK = """
+import os, sys, time
+from tokenspeed.cli import main
+from tokenspeed.compile import codegen
+
+def slowly(worker, job):
+    os.write(1, b"%d\\n" % worker._process.pid)
+    time.sleep(1)
+    raise OSError("told to stop")
+
+codegen._Worker.compile = slowly
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)])
+def test_a_pack_that_is_told_to_stop_leaves_nothing(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    shape = write_shape(tmp_path / "shape")
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW_PACK, "tune", "pack", str(shape), "--target", "cuda:sm_90a", "-o",
+         str(tmp_path / "out" / "pack"), "--no-cache", "--jobs", "2", "--rows", "1"],
+        env=cli_environment(TMPDIR=str(tmp_path / "tmp")),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    workers = [int(process.stdout.readline()) for _ in range(2)]
+    process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == code and "Traceback" not in err
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+    assert list((tmp_path / "tmp").iterdir()) == [] and not (tmp_path / "out").exists()
+
+
+def write_shape(folder: Path) -> Path:
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(hf_config(tiny(intermediate_size=80))))
+    return folder

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 
-from tokenspeed.cli.options import Subparsers, add_command, add_json, print_json, require_builder
+from tokenspeed.cli.options import (
+    Subparsers,
+    add_command,
+    add_json,
+    print_json,
+    require_builder,
+    unwinding_when_told_to_stop,
+)
 from tokenspeed.errors import UsageError
 
 _FLAGS = ("model", "dtype", "numerics", "max_model_len", "max_num_seqs", "max_prefill_tokens", "max_logit_rows",
@@ -68,7 +72,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    with _unwinding_when_told_to_stop():
+    with unwinding_when_told_to_stop():
         return _run(args)
 
 
@@ -103,21 +107,6 @@ def _run(args: argparse.Namespace) -> int:
     else:
         print(f"{result.path}  {size_of(result.bytes)}  sha256:{result.digest}")
     return 0
-
-
-@contextmanager
-def _unwinding_when_told_to_stop() -> Iterator[None]:
-    """SIGTERM and SIGHUP end a build as an error does, so that what it had half written goes."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def size_of(nbytes: int) -> str:

@@ -98,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tolerate_narrow_terminals() -> None:
     """Text that stdout's encoding lacks becomes '?'; a path with undecodable bytes is printed as it is."""
+    if sys.stderr is None:  # closed with `2>&-`: its owner misses messages, nothing else
+        sys.stderr = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="surrogateescape" if sys.stdout.encoding.lower() == "utf-8" else "replace")
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed.errors import UsageError
@@ -88,6 +91,21 @@ def print_json(data: Any) -> None:
     except UnicodeEncodeError:
         text = json.dumps(data, indent=2)
     print(text)
+
+
+@contextmanager
+def unwinding_when_told_to_stop() -> Iterator[None]:
+    """SIGTERM and SIGHUP end a command as an error does, so that what it had half written goes."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def require_builder(module: str) -> Any:

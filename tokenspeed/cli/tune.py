@@ -8,7 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tokenspeed.cli.options import Subparsers, add_command, add_json, print_json, require_builder
+from tokenspeed.cli.options import (
+    Subparsers,
+    add_command,
+    add_json,
+    print_json,
+    require_builder,
+    unwinding_when_told_to_stop,
+)
 from tokenspeed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -139,19 +146,20 @@ def _pack(args: argparse.Namespace) -> int:
     builder, build = require_builder("tokenspeed.compile.tuning"), require_builder("tokenspeed.compile.build")
     if args.jobs is not None and not 1 <= args.jobs <= 1024:
         raise UsageError(f"--jobs is {args.jobs}; it must lie between 1 and 1024")
-    result = builder.pack(
-        args.checkpoint,
-        args.output,
-        target,
-        rows=rows,
-        ops=args.op.split(",") if args.op else None,
-        force=args.force,
-        workers=args.jobs,
-        cache=None if args.no_cache else build.default_cache(),
-        progress=build.Progress(sys.stderr),
-        max_num_seqs=args.max_num_seqs,
-        max_prefill_tokens=args.max_prefill_tokens,
-    )
+    with unwinding_when_told_to_stop():
+        result = builder.pack(
+            args.checkpoint,
+            args.output,
+            target,
+            rows=rows,
+            ops=args.op.split(",") if args.op else None,
+            force=args.force,
+            workers=args.jobs,
+            cache=None if args.no_cache else build.default_cache(),
+            progress=build.Progress(sys.stderr),
+            max_num_seqs=args.max_num_seqs,
+            max_prefill_tokens=args.max_prefill_tokens,
+        )
     for kernel, reason in result.failures.items():
         print(f"left out: {kernel}: {reason.splitlines()[0]}", file=sys.stderr)
     if args.json:
@@ -190,7 +198,8 @@ def _run(args: argparse.Namespace) -> int:
         pack.verify()
         results, line = Results(pack, gpu), _Line(sys.stderr)
         try:
-            measure(results, seconds=args.seconds, report=line.report)
+            with unwinding_when_told_to_stop():
+                measure(results, seconds=args.seconds, report=line.report)
         finally:
             line.close()
             if results.outcomes:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import base64
+import errno
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -29,7 +30,7 @@ from typing import Any, TextIO, TypeAlias
 from tokenspeed.compile.code_cache import CodeCache
 from tokenspeed.compile.codegen_worker import kernel_json, parse_content, worker_digest
 from tokenspeed.device_code import KernelInfo, read_device_code
-from tokenspeed.errors import ArtifactError, TargetError, UsageError
+from tokenspeed.errors import ArtifactError, ResourceError, TargetError, UsageError
 from tokenspeed.kernels.registry import DeviceKernel
 from tokenspeed.target import Target
 
@@ -39,6 +40,7 @@ SCRATCH_POINTERS = 2
 """Pointers that a launch passes after the parameters of ``DeviceKernel.signature``: Triton's scratch memory, null but
 for the first of a kernel with ``scratch_bytes``, and that of its profiler, null."""
 _MESSAGE_CHARS = 2000
+_NO_SPACE = tuple(f"OSError: [Errno {number}]" for number in (errno.ENOSPC, errno.EDQUOT))
 _INHERITED = ("PATH", "LD_LIBRARY_PATH", "LANG", "LC_ALL", "PYTHONDONTWRITEBYTECODE")
 
 Job: TypeAlias = tuple[DeviceKernel, Target]
@@ -92,6 +94,7 @@ def compile_kernels(
     Raises:
         UsageError: Triton is not installed, or is another release.
         TargetError: a kernel does not compile for its target, or needs more than the target has.
+        ResourceError: the disk is full.
     """
     wanted = tuple(dict.fromkeys(jobs))
     if not wanted:
@@ -220,13 +223,11 @@ def _imported(source: bytes, package: str | None, top: str) -> Iterator[str]:
 
 def _recall(store: CodeCache, source_key: str, job: Job) -> CompiledKernel | None:
     """The kernel as compiled before from the same sources, or None if there is none, or none that is whole."""
-    content_key = store.read(source_key)
-    data = None if content_key is None else store.read(content_key.decode())
-    if data is None:
-        return None
     try:
-        return _compiled(job, data)
-    except ArtifactError:
+        content_key = store.read(source_key)
+        data = None if content_key is None else store.read(content_key.decode())
+        return None if data is None else _compiled(job, data)
+    except (ArtifactError, ValueError):
         return None
 
 
@@ -239,13 +240,24 @@ def _remember(store: CodeCache, keys: _SourceKeys, content_keys: Mapping[Job, st
 
 
 def _compiled(job: Job, data: bytes) -> CompiledKernel:
-    """The kernel in ``data``, checked against the job and the limits of the target."""
+    """The kernel in ``data``, checked against the job and the limits of the target.
+
+    Raises TargetError for a kernel that needs more than the target has, ArtifactError for what is no such kernel.
+    """
     kernel, target = job
-    symbol, threads, shared_bytes, binary = parse_content(data)
-    code = read_device_code(binary)
-    info = code.kernels[symbol]
+    try:
+        symbol, threads, shared_bytes, binary = parse_content(data)
+        code = read_device_code(binary)
+        if code.arch != target:
+            raise ValueError(f"it is for {code.arch}")
+        info = code.kernels[symbol]
+    except (ArtifactError, ValueError, KeyError, TypeError) as e:
+        reason = e.message if isinstance(e, ArtifactError) else e
+        raise ArtifactError(
+            f"kernel {kernel} for {target}: what is cached for it is no such kernel: {reason}",
+            hint="build with --no-cache, or remove the folder tokenspeed/kernels of your cache",
+        ) from None
     _check(kernel, target, info, threads, shared_bytes)
-    assert code.arch == target, (code.arch, target)
     return CompiledKernel(f"{symbol}-{hashlib.sha256(data).hexdigest()[:16]}", target, symbol, binary, threads,
                           shared_bytes, info)  # fmt: skip
 
@@ -362,7 +374,7 @@ class _Worker:
             raise _failure(job, f"{printed}\nthe compiler ended with status {self._process.wait()}")
         answer = json.loads(line)
         if "error" in answer:
-            raise _failure(job, answer["error"])
+            raise _full_disk() if answer["error"].startswith(_NO_SPACE) else _failure(job, answer["error"])
         return answer["key"], base64.b64decode(answer["content"])
 
 
@@ -380,6 +392,13 @@ def _environment(folder: Path) -> dict[str, str]:
         "TRITON_STORE_BINARY_ONLY": "1",
         "TRITON_DISABLE_LINE_INFO": "1",
     }
+
+
+def _full_disk() -> ResourceError:
+    return ResourceError(
+        f"the disk is full in {tempfile.gettempdir()}, where kernels are compiled",
+        hint="free some space there, or set TMPDIR to another folder",
+    )
 
 
 def _failure(job: Job, message: str) -> TargetError:
