@@ -18,12 +18,11 @@ from tokenspeed.artifact import (
     StepCost,
     TargetSection,
     choose_target,
-    publishing,
-    seal,
 )
 from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.envelope import resolve
 from tokenspeed.errors import ArtifactError, ResourceError
+from tokenspeed.publish import publishing, seal
 from tokenspeed.step import IO, STATE, place
 from tokenspeed.target import Target
 

@@ -17,13 +17,14 @@ from typing import Any
 import pytest
 from tiny_artifact import cli, cli_environment
 
-from tokenspeed.artifact import DIGEST, MANIFEST, Artifact, Manifest, publishing
+from tokenspeed.artifact import DIGEST, MANIFEST, Artifact, Manifest
 from tokenspeed.cli.main import main
 from tokenspeed.compile.build import build
 from tokenspeed.errors import (
     ArtifactError,
     TokenSpeedError,
 )
+from tokenspeed.publish import publishing
 from tokenspeed.runtime import loader, places
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.target import Target, runnable_targets

@@ -25,6 +25,7 @@ LAYERS: dict[str, int] = {
     "tokenspeed.gpu_verify": 3,
     "tokenspeed.envelope": 2,
     "tokenspeed.artifact": 3,
+    "tokenspeed.publish": 3,
     "tokenspeed.verify_artifact": 4,
     "tokenspeed.tuning_pack": 4,
     "tokenspeed._native": 3,

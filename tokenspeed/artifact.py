@@ -17,13 +17,10 @@ An artifact is a directory, or the same files in one uncompressed ``.tar``.
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import json
 import os
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -31,7 +28,7 @@ from typing import Any, TypeVar
 from tokenspeed import json_check
 from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.envelope import Envelope
-from tokenspeed.errors import ArtifactError, EnvelopeError, ResourceError, TargetError
+from tokenspeed.errors import ArtifactError, EnvelopeError, TargetError
 from tokenspeed.step import IO, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
@@ -291,7 +288,7 @@ class Artifact:
         if (path / MANIFEST).is_file():  # before walking what may be a home directory
             return cls(path, dict(_folder_locations(path)))
         if path.is_file():
-            return cls(path, _tar_locations(path))
+            return cls(path, tar_locations(path))
         if path.is_dir():
             raise ArtifactError(
                 f"{path}: the file {MANIFEST} is missing: this folder is no artifact, or a part of one",
@@ -359,7 +356,7 @@ class Artifact:
                     hint="the copy was cut short: copy the artifact again, or rebuild it",
                 )
             if level == "full" or (level == "quick" and not name.startswith("weights/") and name not in unused):
-                digest = _hash_location(at)
+                digest = hash_location(at)
                 hashed += at.bytes
                 if digest != entry.sha256:
                     raise ArtifactError(
@@ -392,7 +389,7 @@ def _folder_locations(path: Path, prefix: str = "") -> Iterator[tuple[str, Locat
                 yield prefix + entry.name, Location(path / entry.name, 0, entry.stat().st_size)
 
 
-def _tar_locations(path: Path) -> dict[str, Location]:
+def tar_locations(path: Path) -> dict[str, Location]:
     import tarfile  # only for archives: a directory, the usual case, does without the import
 
     try:
@@ -402,7 +399,7 @@ def _tar_locations(path: Path) -> dict[str, Location]:
         raise ArtifactError(f"{path} is no artifact: need a directory or an uncompressed .tar file ({e})") from None
 
 
-def _hash_location(at: Location) -> str:
+def hash_location(at: Location) -> str:
     digest, left = hashlib.sha256(), at.bytes
     with at.path.open("rb") as f:
         f.seek(at.offset)
@@ -410,126 +407,6 @@ def _hash_location(at: Location) -> str:
             digest.update(chunk)
             left -= len(chunk)
     return digest.hexdigest()
-
-
-@contextmanager
-def publishing(path: Path, *, force: bool = False, archive: bool = False) -> Iterator[Path]:
-    """Yield a folder to write an artifact into; on success it appears at ``path`` whole, on failure not at all.
-
-    With ``archive`` what appears is one uncompressed tar of the folder, the same bytes every time.
-
-    Raises:
-        ArtifactError: ``path`` exists and ``force`` is false, or it is something else than an artifact.
-        ResourceError: the disk is full or the folder cannot be written.
-    """
-    place = _destination(path, force)
-    temporary = place.parent / f".{place.name}.building-{os.getpid()}"
-    packed = place.parent / f".{place.name}.packing-{os.getpid()}"
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
-        yield temporary
-        if archive:
-            _pack(temporary, packed)
-        _sync_tree(packed if archive else temporary)
-        _replace(packed if archive else temporary, place)
-        _sync(place.parent)
-    except OSError as e:
-        if e.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(
-                f"the disk is full while writing {path}: nothing was published",
-                hint="free some space, or write the artifact elsewhere with -o",
-            ) from e
-        raise ResourceError(
-            f"cannot write {path}: {e.strerror or e}: nothing was published", hint="choose another path with -o"
-        ) from e
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-        with suppress(OSError):
-            packed.unlink()
-
-
-def _destination(path: Path, force: bool) -> Path:
-    """``path`` with links resolved, which is free, or an artifact that ``force`` may replace."""
-    try:
-        place = path.resolve()
-        exists = place.exists()
-        replaceable = exists and _may_replace(place)
-    except (OSError, ValueError, RuntimeError) as e:  # not allowed, a NUL in the name, a loop of links
-        why = (isinstance(e, OSError) and e.strerror) or e
-        raise ResourceError(f"cannot write {path}: {why}", hint="choose another path with -o") from None
-    if exists and not force:
-        raise ArtifactError(f"{path} exists already", hint="choose another path with -o, or pass --force to replace it")
-    if exists and not replaceable:
-        raise ArtifactError(
-            f"{path} is no artifact: --force replaces only what `tokenspeed build` made",
-            hint="choose another path with -o, or remove what is there yourself",
-        )
-    return place
-
-
-def _may_replace(path: Path) -> bool:
-    """Whether ``path`` is an artifact, damaged or not, or an empty folder: nothing else is ever overwritten."""
-    if path.is_dir():
-        return {MANIFEST, DIGEST} <= {p.name for p in path.iterdir()} or not any(path.iterdir())
-    try:
-        return path.is_file() and {MANIFEST, DIGEST} <= _tar_locations(path).keys()
-    except ArtifactError:
-        return False
-
-
-def seal(folder: Path, manifest: Manifest) -> str:
-    """Hash every file under ``folder`` into ``manifest``, write it with its DIGEST; returns the artifact's digest."""
-    files = {}
-    for p in sorted(q for q in folder.rglob("*") if q.is_file()):
-        size = p.stat().st_size
-        files[p.relative_to(folder).as_posix()] = FileEntry(size, _hash_location(Location(p, 0, size)))
-    raw = Manifest(**{**manifest.__dict__, "files": files}).to_bytes()
-    digest = hashlib.sha256(raw).hexdigest()
-    (folder / MANIFEST).write_bytes(raw)
-    (folder / DIGEST).write_text(digest + "\n")
-    return digest
-
-
-def _pack(folder: Path, path: Path) -> None:
-    import tarfile
-
-    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT) as tar:
-        for p in sorted(q for q in folder.rglob("*") if q.is_file()):
-            info = tarfile.TarInfo(p.relative_to(folder).as_posix())
-            info.size, info.mode = p.stat().st_size, 0o644
-            with p.open("rb") as f:
-                tar.addfile(info, f)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def _sync_tree(root: Path) -> None:
-    for p in sorted(root.rglob("*")) if root.is_dir() else ():
-        _sync(p)
-    _sync(root)
-
-
-def _replace(new: Path, path: Path) -> None:
-    """Put ``new`` at ``path``; what was there, if anything, is kept until the new one is in place."""
-    if not path.exists():
-        new.rename(path)
-        return
-    old = path.parent / f".{path.name}.replaced-{os.getpid()}"
-    path.rename(old)
-    try:
-        new.rename(path)
-    except BaseException:  # Ctrl-C as well
-        old.rename(path)
-        raise
-    shutil.rmtree(old, ignore_errors=True) if old.is_dir() else old.unlink()
 
 
 def choose_target(manifest: Manifest, runnable: Sequence[Target], wanted: Target | None = None) -> TargetSection:

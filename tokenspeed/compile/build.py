@@ -24,8 +24,6 @@ from tokenspeed.artifact import (
     ModelSection,
     StepCost,
     TargetSection,
-    publishing,
-    seal,
 )
 from tokenspeed.bucket import StepLimits
 from tokenspeed.compile.capture import Captures
@@ -42,6 +40,7 @@ from tokenspeed.envelope import Envelope, read_recipe, resolve
 from tokenspeed.errors import CheckpointError, UsageError
 from tokenspeed.kernels.native_specs import native_registry
 from tokenspeed.kernels.registry import DeviceKernel, Registry
+from tokenspeed.publish import publishing, seal
 from tokenspeed.target import Target
 
 if TYPE_CHECKING:
