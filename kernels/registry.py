@@ -420,4 +420,4 @@ def _hint(request: Request, candidates: Sequence[Candidate]) -> str:
     if request.solution is not None:
         have = sorted({c.spec.solution for c in candidates})
         return f"pin op {request.op!r} to {' or '.join(have)}, or pin nothing" if have else "pin another solution"
-    return "choose another target, dtype or page size, or require fewer features"
+    return "choose another target (CPUs have kernels for more sizes), dtype or page size, or require fewer features"
