@@ -118,7 +118,7 @@ def _no_weights(directory: Path) -> CheckpointError:
         )
     return CheckpointError(
         f"{directory} has no weights: need {_SINGLE} or {_INDEX} with its files",
-        hint="the download may be incomplete: fetch the checkpoint again; or measure its shape with --dummy-weights SEED",
+        hint="fetch the checkpoint again, the download may be incomplete; --dummy-weights SEED measures its shape",
     )
 
 
