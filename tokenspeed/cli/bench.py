@@ -180,7 +180,8 @@ def _print_sweep(report: SweepReport) -> None:
     for b in report.buckets:
         times = "".join(f"{seconds * 1e3:>10.3f}" for seconds in (b.p50, b.p99, b.max))
         slowest = f"{b.slowest.shape}, {b.slowest.variant}, {b.slowest.num_tokens} tokens"
-        ratio, longest = f"{b.max_over_median:>9.2f}", f"{b.longest_context * 1e3:>10.3f}"
+        ratio = f"{b.max_over_median:>9.2f}"
+        longest = f"{b.longest_context * 1e3:>10.3f}" if b.longest_context else f"{'-':>10}"
         print(f"{b.bucket.name:<14}{b.steps:>6}{times}{ratio}{longest}  {slowest}")
     print(f"\n{report.steps} steps of {len(report.buckets)} buckets in {report.seconds:.1f} s")
     for title, counts in (

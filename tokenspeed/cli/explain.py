@@ -19,6 +19,7 @@ _REPORT = {
                     "dtype": str,
                     "sizes": {...: int},
                     "ops": [str],
+                    "buckets": [str],
                     "chosen": str,
                     "candidates": [{"kernel": str, "reasons": [str]}],
                 }
@@ -35,7 +36,8 @@ def add_parser(subparsers: Subparsers) -> None:
         "explain",
         help="say why each kernel was selected and what was rejected",
         description="Print the selection report that the build stored: for each op and target the kernel chosen, and\n"
-        "every candidate that lost or was rejected, with the reason.",
+        "every candidate that lost or was rejected, with the reason. A choice that holds in some buckets only names\n"
+        "them. Tile shapes of GPU kernels are another matter: `tokenspeed tune show`.",
         examples="  tokenspeed explain artifacts/smollm2\n"
         "  tokenspeed explain artifacts/smollm2 --op linear --target cpu:x86-64-v3\n"
         "  tokenspeed explain artifacts/smollm2 --json",
@@ -68,14 +70,18 @@ def run(args: argparse.Namespace) -> int:
     for target in found:
         required = ", ".join(target["required_features"]) or "none"
         print(f"target {target['target']} (features required: {required})")
+        buckets = {bucket for decision in target["decisions"] for bucket in decision["buckets"]}
         for decision in target["decisions"]:
-            _print(decision)
+            _print(decision, everywhere=buckets <= set(decision["buckets"]))
     return 0
 
 
-def _print(decision: dict[str, Any]) -> None:
+def _print(decision: dict[str, Any], *, everywhere: bool) -> None:
     sizes = " ".join(f"{name}={size}" for name, size in decision["sizes"].items())
-    print(f"\n{decision['op']} {decision['dtype']} ({len(decision['ops'])} ops; {sizes})")
+    number = len(decision["ops"])
+    print(f"\n{decision['op']} {decision['dtype']} ({number} {'op' if number == 1 else 'ops'}; {sizes})")
+    if not everywhere:
+        print(f"  in        {', '.join(decision['buckets'])}")
     for candidate in decision["candidates"]:
         if candidate["kernel"] == decision["chosen"]:
             print(f"  chosen    {candidate['kernel']}")

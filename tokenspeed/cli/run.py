@@ -35,7 +35,7 @@ def add_parser(subparsers: Subparsers) -> None:
         help="complete one prompt, or chat in the terminal",
         description="Load an artifact and stream a completion to stdout. With no PROMPT on a terminal, chat; with no\n"
         "PROMPT and a pipe, complete what stdin holds. Ctrl-C ends a reply, not the conversation.",
-        examples='  tokenspeed run artifacts/smollm2 "What is the capital of France?"\n'
+        examples='  tokenspeed run artifacts/smollm2 "What is the capital of France?" --temperature 0\n'
         "  tokenspeed run artifacts/smollm2                     # chat\n"
         '  tokenspeed run artifacts/smollm2 --raw "def fib(n):" --max-tokens 64 --temperature 0\n'
         '  echo "Summarize: ..." | tokenspeed run artifacts/smollm2 --json',
