@@ -118,7 +118,8 @@ def penalized(logits: Array, counts: Array, repetition: float, presence: float, 
         scaled = np.where(logits > 0, logits / number(repetition), logits * number(repetition))
         drawn = counts & ~np.int32(PROMPT_FLAG)
         rarer = np.where(counts != 0, scaled, logits) - number(frequency) * drawn.astype(logits.dtype)
-        return np.where(drawn > 0, rarer - number(presence), rarer)
+        adjusted: Array = np.where(drawn > 0, rarer - number(presence), rarer)
+    return adjusted
 
 
 def masked(logits: Array, words: Array) -> Array:
@@ -126,7 +127,8 @@ def masked(logits: Array, words: Array) -> Array:
     tokens = np.arange(len(logits))
     allowed = words[tokens // MASK_BITS] >> (tokens % MASK_BITS) & 1 == 1
     lowest = np.finfo(np.float32).min.astype(logits.dtype)
-    return np.where(allowed, np.maximum(clean(logits), lowest), logits.dtype.type(-np.inf))
+    left: Array = np.where(allowed, np.maximum(clean(logits), lowest), logits.dtype.type(-np.inf))
+    return left
 
 
 def adjust_rows(logits: Array, step: Mapping[str, Array], counts: Array) -> Array:
