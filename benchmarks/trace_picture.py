@@ -97,8 +97,10 @@ def _nested(spans: Iterable[tuple[str, float, float]], until: float) -> list[Spa
 
 
 def draw(picture: Picture, path: Path, title: str) -> None:
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        raise SystemExit("this needs matplotlib: install it with `pip install 'tokenspeed[peers]'`") from None
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

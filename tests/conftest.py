@@ -13,6 +13,7 @@ import pytest
 os.environ["PYTHONSAFEPATH"] = "1"
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ.setdefault("XDG_CACHE_HOME", str(ROOT / "build" / "test-cache"))  # compiled kernels; not the user's own
 CHECKPOINT_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 

@@ -15,10 +15,8 @@ import pytest
 from tiny_artifact import cli, cli_environment, command, is_empty
 
 from tokenspeed.artifact import Artifact
-from tokenspeed.compile.build import build
-from tokenspeed.errors import (
-    ResourceError,
-)
+from tokenspeed.compile.build import Progress, build
+from tokenspeed.errors import ArtifactError, ResourceError
 
 IN_A_SMALL_DISK = """
 mount -t tmpfs -o size=1m tmpfs "$disk" || exit 77
@@ -149,3 +147,10 @@ def test_what_was_there_survives_a_failed_replacement(
     with pytest.raises(KeyboardInterrupt):
         build(tiny_checkpoint, out / "a", max_model_len=256, force=True)
     assert Artifact.open(out / "a").digest == digest and [p.name for p in out.iterdir()] == ["a"]
+
+
+def test_a_taken_destination_is_refused_before_the_work(tiny_checkpoint: Path, tiny_artifact: Path) -> None:
+    progress = Progress()
+    with pytest.raises(ArtifactError, match="exists already"):
+        build(tiny_checkpoint, tiny_artifact, progress=progress)
+    assert list(progress.seconds) == ["checkpoint"]

@@ -24,7 +24,7 @@ def publishing(path: Path, *, force: bool = False, archive: bool = False) -> Ite
         ArtifactError: ``path`` exists and ``force`` is false, or it is something else than an artifact.
         ResourceError: the disk is full or the folder cannot be written.
     """
-    place = _destination(path, force)
+    place = destination(path, force)
     temporary = place.parent / f".{place.name}.building-{os.getpid()}"
     packed = place.parent / f".{place.name}.packing-{os.getpid()}"
     try:
@@ -52,8 +52,9 @@ def publishing(path: Path, *, force: bool = False, archive: bool = False) -> Ite
             packed.unlink()
 
 
-def _destination(path: Path, force: bool) -> Path:
-    """``path`` with links resolved, which is free, or an artifact that ``force`` may replace."""
+def destination(path: Path, force: bool) -> Path:
+    """``path`` with links resolved, which is free, or an artifact that ``force`` may replace. Raises what
+    ``publishing`` would: worth asking before long work."""
     try:
         place = path.resolve()
         exists = place.exists()

@@ -98,7 +98,7 @@ def _run(args: argparse.Namespace) -> int:
         force=args.force,
         dummy_weights=args.dummy_weights,
         workers=args.jobs,
-        cache=None if args.no_cache else builder.default_cache(),
+        cache=None if args.no_cache else "default",
         progress=builder.Progress(sys.stderr),
         **flags,
     )

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from tokenspeed import __version__, _native
 from tokenspeed.artifact import (
@@ -28,7 +28,7 @@ from tokenspeed.artifact import (
 from tokenspeed.bucket import StepLimits
 from tokenspeed.compile.capture import Captures
 from tokenspeed.compile.checkpoint import Checkpoint, open_checkpoint, tensor_shapes
-from tokenspeed.compile.code_cache import default_cache as default_cache
+from tokenspeed.compile.code_cache import default_cache
 from tokenspeed.compile.dummy_weights import DummyCheckpoint
 from tokenspeed.compile.lower import Binary, LoweredTarget, TargetPlan, lower_target, plan_target
 from tokenspeed.compile.models import build_program
@@ -40,7 +40,7 @@ from tokenspeed.envelope import Envelope, read_recipe, resolve
 from tokenspeed.errors import CheckpointError, UsageError
 from tokenspeed.kernels.native_specs import native_registry
 from tokenspeed.kernels.registry import DeviceKernel, Registry
-from tokenspeed.publish import publishing, seal
+from tokenspeed.publish import destination, publishing, seal
 from tokenspeed.target import Target
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def build(
     force: bool = False,
     dummy_weights: int | None = None,
     workers: int | None = None,
-    cache: Path | None = None,
+    cache: Path | Literal["default"] | None = "default",
     progress: Progress | None = None,
     **flags: Any,
 ) -> BuildResult:
@@ -109,18 +109,21 @@ def build(
         force: replace what is at ``output``, once the new artifact is whole.
         dummy_weights: seed of random weights; ``checkpoint`` is then a directory with a config.json alone.
         workers: processes that compile GPU kernels (default: one per core).
-        cache: folder that keeps compiled GPU kernels, or None to compile every one.
+        cache: folder that keeps compiled GPU kernels (default: ~/.cache/tokenspeed/kernels), None to compile each.
         flags: envelope fields (see ``tokenspeed.envelope.FIELDS``), e.g. dtype="float32", targets="cpu:x86-64-v3".
 
     Raises:
         TokenSpeedError: one of its kinds (checkpoint, envelope, selection, resources); nothing is left behind.
     """
     progress = progress or Progress()
+    cache = default_cache() if cache == "default" else cache
     with progress.stage("checkpoint"):
         source = _open(checkpoint, dummy_weights)
         envelope = _envelope(source, flags, recipe)
         tokenizer = asdict(source.tokenizer())
         _check_texts(tokenizer)
+    path = Path(output) if output is not None else default_output(envelope.model)
+    destination(path, force)
     with progress.stage("program"):
         program = build_program(
             source.config,
@@ -143,9 +146,7 @@ def build(
             captures = _capture(plans, cache)
     with progress.stage("lower"):
         lowered = [lower_target(p, _binaries(p, compiled), captures.get(p.selection.target)) for p in plans]
-    path = Path(output) if output is not None else default_output(envelope.model)
-    archive = path.suffix == ".tar"
-    with publishing(path, force=force, archive=archive) as folder:
+    with publishing(path, force=force, archive=path.suffix == ".tar") as folder:
         files = _weight_files(lowered)
         with progress.stage("weights"):
             _write_weights(folder, files, fused, source, progress)
