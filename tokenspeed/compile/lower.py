@@ -196,38 +196,29 @@ def _weight_layout(call: KernelCall) -> str:
     return layout
 
 
-def _workspaces(plans: Sequence[Plan]) -> dict[str, int]:
-    """Op name -> the most bytes of workspace that it needs in any bucket; ops that need none are left out."""
+def _most(needs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    """The most bytes that each name needs; names that need none are left out."""
     most: dict[str, int] = {}
-    for plan in plans:
-        for call in plan.calls:
-            nbytes = call.spec.workspace_bytes(call.sizes)
-            if nbytes:
-                most[call.op.name] = max(most.get(call.op.name, 0), nbytes)
+    for name, nbytes in needs:
+        if nbytes:
+            most[name] = max(most.get(name, 0), nbytes)
     return most
+
+
+def _workspaces(plans: Sequence[Plan]) -> dict[str, int]:
+    """Op name -> the most bytes of workspace that it needs in any bucket."""
+    return _most((call.op.name, call.spec.workspace_bytes(call.sizes)) for plan in plans for call in plan.calls)
 
 
 def _shared_workspaces(plans: Sequence[Plan]) -> dict[str, int]:
-    """Kind of op -> the most bytes of workspace that its ops share in any bucket; kinds that need none are left out."""
-    most: dict[str, int] = {}
-    for plan in plans:
-        for call in plan.calls:
-            nbytes = call.spec.shared_workspace_bytes(call.sizes)
-            if nbytes:
-                most[call.op.kind] = max(most.get(call.op.kind, 0), nbytes)
-    return most
+    """Kind of op -> the most bytes of workspace that its ops share in any bucket."""
+    return _most((call.op.kind, call.spec.shared_workspace_bytes(call.sizes)) for plan in plans for call in plan.calls)
 
 
 def _scratch(plans: Sequence[Plan]) -> dict[str, int]:
-    """Node name -> the most bytes of scratch memory that its kernel needs in any bucket; those without are left out."""
-    most: dict[str, int] = {}
-    for plan in plans:
-        for call in plan.calls:
-            for stage in call.stages:
-                if stage.scratch_bytes:
-                    name = _node_name(call, stage)
-                    most[name] = max(most.get(name, 0), stage.scratch_bytes)
-    return most
+    """Node name -> the most bytes of scratch memory that its kernel needs in any bucket."""
+    calls = (call for plan in plans for call in plan.calls)
+    return _most((_node_name(call, stage), stage.scratch_bytes) for call in calls for stage in call.stages)
 
 
 def _node_name(call: KernelCall, stage: Stage) -> str:
