@@ -365,7 +365,7 @@ class GpuDevice:
 
     def allocate_io(self, input_bytes: int, nbytes: int, step_sizes_offset: int = -1) -> None:
         """
-        Allocate region io on the device and, for each io set, pinned on the host. A step copies bytes
+        Allocate region io for each io set, on the device and pinned on the host. A step copies bytes
         [0, input_bytes) to the device and [input_bytes, nbytes) back. If step_sizes_offset is not negative,
         the int32[8] there are the step's sizes, of which submit writes the first three. Raises DeviceError.
         """
@@ -398,8 +398,9 @@ class GpuDevice:
 
     def load_graph(self, data: bytes, kv_page_stride: int) -> int:
         """
-        Check a LaunchGraph, bind it to regions and code objects, and instantiate it; returns its handle. KV
-        pages are kv_page_stride bytes apart. Raises GraphError, naming node and argument, DeviceError.
+        Check a LaunchGraph, bind it to regions and code objects, and instantiate it once for each io set;
+        returns its handle. KV pages are kv_page_stride bytes apart. Raises GraphError, naming node and
+        argument, DeviceError.
         """
 
     def load_files(self, binaries: Sequence[tuple[str, str, str, int, int]], graphs: Sequence[tuple[str, str, int, int]], kv_page_stride: int, num_threads: int) -> tuple[list[int], float, float]:
@@ -413,7 +414,8 @@ class GpuDevice:
     def submit(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int = 0) -> int:
         """
         Queue a step behind those in flight and return its ticket: inputs of io set `io_set` to the device, the
-        graph, outputs back. The set is the device's until wait(ticket). Raises DeviceError.
+        graph, outputs back. Copies run beside the graphs of other steps. The set is the device's until
+        wait(ticket). Raises DeviceError.
         """
 
     def wait(self, ticket: int, seconds: float = float('inf')) -> bool:

@@ -192,7 +192,7 @@ void bind_gpu_device(nb::module_& m) {
            "Allocate region kv, arena or state; zeroed, but for kv. Raises DeviceError, saying what to change when\n"
            "memory is short.")
       .def("allocate_io", &GpuDevice::allocate_io, "input_bytes"_a, "nbytes"_a, "step_sizes_offset"_a = -1, Release(),
-           "Allocate region io on the device and, for each io set, pinned on the host. A step copies bytes\n"
+           "Allocate region io for each io set, on the device and pinned on the host. A step copies bytes\n"
            "[0, input_bytes) to the device and [input_bytes, nbytes) back. If step_sizes_offset is not negative,\n"
            "the int32[8] there are the step's sizes, of which submit writes the first three. Raises DeviceError.")
       .def("bind_io", &bind_io, "inputs"_a, "outputs"_a,
@@ -210,8 +210,9 @@ void bind_gpu_device(nb::module_& m) {
            "Load a code object (cubin or hsaco), which graphs name by `name`. Several threads may do so at once.\n"
            "Raises GraphError when it is damaged or for another GPU, DeviceError.")
       .def("load_graph", &load_graph, "data"_a, "kv_page_stride"_a,
-           "Check a LaunchGraph, bind it to regions and code objects, and instantiate it; returns its handle. KV\n"
-           "pages are kv_page_stride bytes apart. Raises GraphError, naming node and argument, DeviceError.")
+           "Check a LaunchGraph, bind it to regions and code objects, and instantiate it once for each io set;\n"
+           "returns its handle. KV pages are kv_page_stride bytes apart. Raises GraphError, naming node and\n"
+           "argument, DeviceError.")
       .def("load_files", &load_files, "binaries"_a, "graphs"_a, "kv_page_stride"_a, "num_threads"_a, Release(),
            "load_binary for each of (name, label, path, offset, bytes), then load_graph for each of (label, path,\n"
            "offset, bytes), read and loaded by num_threads threads. Returns the handles of the graphs in their order,\n"
@@ -219,7 +220,8 @@ void bind_gpu_device(nb::module_& m) {
            "GraphError begins with its label.")
       .def("submit", &submit, "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_set"_a = 0,
            "Queue a step behind those in flight and return its ticket: inputs of io set `io_set` to the device, the\n"
-           "graph, outputs back. The set is the device's until wait(ticket). Raises DeviceError.")
+           "graph, outputs back. Copies run beside the graphs of other steps. The set is the device's until\n"
+           "wait(ticket). Raises DeviceError.")
       .def("wait", &GpuDevice::wait, "ticket"_a, "seconds"_a = std::numeric_limits<double>::infinity(), Release(),
            "True when the step of `ticket`, and all before it, are done; False if they are not after `seconds`, in\n"
            "which the device is asked again and again. Raises DeviceLostError.")

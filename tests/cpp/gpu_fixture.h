@@ -38,6 +38,7 @@ class Double {
   std::string log() const { return entry<decltype(double_log)>("double_log")(); }
   void fail(const char* name, int nth, int code) const { entry<decltype(double_fail)>("double_fail")(name, nth, code); }
   void hang(bool hangs) const { entry<decltype(double_hang)>("double_hang")(hangs); }
+  bool work(int stream) const { return entry<decltype(double_work)>("double_work")(stream); }
   void kernel(const char* symbol, void (*run)(void**), const std::vector<size_t>& sizes) const {
     entry<decltype(double_kernel)>("double_kernel")(symbol, run, sizes.data(), sizes.size());
   }

@@ -106,6 +106,67 @@ TEST(failures_half_way_leave_nothing_behind) {
   }
 }
 
+TEST(a_graph_of_one_set_fails_with_that_of_another) {
+  for (const Backend backend : kBackends) {
+    for (const char* step : {"graph_create", "add_kernel", "graph_instantiate"}) {
+      Ready r(backend);
+      r.driver.fail(step, step == std::string("add_kernel") ? 3 : 2, 801);
+      CHECK(contains(error_of([&] { r.device->load_graph(two_nodes().encode(), 0); }), "the device Double"));
+      CHECK(contains(error_of([&] { r.device->submit(1, {1, 1, 1}, 0); }), "graph 1 is not loaded"));
+      r.device->close();
+      const size_t made = r.driver.lines({"graph_instantiate"}).size() - (step == std::string("graph_instantiate"));
+      CHECK(made == 3 && r.driver.lines({"graph_exec_destroy"}).size() == made);
+    }
+  }
+}
+
+// A step that started, but whose outputs nobody can ask for, uses its io set to its end.
+TEST(a_step_that_cannot_be_followed_ends_first) {
+  for (const Backend backend : kBackends) {
+    for (const char* entry : {"event_record", "stream_wait", "copy_to_host"}) {
+      Ready r(backend, 64 << 20, 0.05);
+      r.device->seal();
+      const int nth = entry == std::string("copy_to_host") ? 1 : 2;  // the first of the others are before the start
+      r.input(0)[0] = 1;
+      r.driver.fail(entry, nth, 801);
+      CHECK(contains(error_of([&] { r.device->submit(r.graph, {1, 1, 1}, 0); }), "(801)"));
+      const std::string launch = r.driver.lines({"graph_launch"}).back();
+      CHECK(!r.driver.work(std::stoi(launch.substr(launch.find("stream=") + 7))));  // nothing is left to do
+      r.input(0)[0] = 2;
+      r.device->wait(r.device->submit(r.graph, {1, 1, 1}, 0));
+      CHECK(r.output(0)[0] == 15 && r.device->counters(true).steps == 1);
+      r.driver.fail(entry, nth, 801);
+      r.driver.hang(true);
+      const double start = Timeline::now();
+      CHECK(contains(error_of([&] { r.device->submit(r.graph, {1, 1, 1}, 1); }), "(801)"));
+      CHECK(Timeline::now() - start < 2);  // nor does it wait for ever
+      r.driver.hang(false);
+    }
+  }
+}
+
+TEST(sizes_that_do_not_fit_start_nothing) {
+  for (const Backend backend : kBackends) {
+    Ready r(backend);
+    r.device->bind_io({}, {{kInputBytes, 4, 0, 0}});
+    r.device->seal();
+    const std::string text = error_of([&] { r.device->submit(r.graph, {65, 1, 1}, 0); });
+    CHECK(contains(text, "a step uses 65 x 4 bytes at offset 320 of region io, which is not within [320, 576)"));
+    CHECK(r.driver.lines({"copy_to_device", "graph_launch"}).empty());
+    r.device->wait(r.device->submit(r.graph, {64, 1, 1}, 0));
+  }
+}
+
+// A copy of region io ends where its tensors do, not where the last copy does.
+TEST(pointers_stay_within_a_copy_of_region_io) {
+  for (const Backend backend : kBackends) {
+    TestGraph graph = two_nodes();
+    graph.nodes[1].args[1].value = kIoBytes - 252;
+    CHECK(contains(graph_error(backend, graph),
+                   "argument 1 needs 256 bytes at offset 324 of region io, which has 576"));
+  }
+}
+
 TEST(code_objects_are_checked) {
   for (const Backend backend : kBackends) {
     const Double driver(backend);
@@ -231,7 +292,7 @@ TEST(wrong_calls_say_what_is_wrong) {
     refused("has 1 tokens, -1 sequences", [&] { r.device->submit(0, {1, -1, 1}, 0); });
     refused("io set 2 does not exist: this device has 2 sets", [&] { r.device->submit(0, {1, 1, 1}, 2); });
     refused("io set -1 does not exist", [&] { r.device->profile(0, {1, 1, 1}, -1); });
-    refused("region io is allocated already with 576", [&] { r.device->allocate_io(0, 64, -1); });
+    refused("region io is allocated already with 8192", [&] { r.device->allocate_io(0, 64, -1); });
     refused("region io has parts on the host too", [&] { r.device->allocate(RegionKind::Io, 64); });
     refused("region weights is filled from a file", [&] { r.device->allocate(RegionKind::Weights, 64); });
     refused("cannot open the weights file /nonexistent: No such",
@@ -270,7 +331,7 @@ TEST(weights_that_cannot_be_read_leave_the_region_free) {
 TEST(a_lost_device_says_so_from_then_on) {
   for (const Backend backend : kBackends) {
     for (const char* entry : {"event_query", "event_synchronize", "graph_launch", "copy_to_device", "copy_to_host",
-                              "event_record"}) {
+                              "event_record", "stream_wait"}) {
       Ready r(backend);
       r.device->seal();
       r.driver.hang(entry == std::string("event_synchronize"));  // else a query finds the step done

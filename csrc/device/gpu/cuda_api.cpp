@@ -205,6 +205,7 @@ class CudaDriver final : public Driver {
     resolve(call.stream_destroy, "cuStreamDestroy_v2");
     resolve(call.stream_query, "cuStreamQuery");
     resolve(call.stream_synchronize, "cuStreamSynchronize");
+    resolve(call.stream_wait, "cuStreamWaitEvent");
     resolve(call.event_create, "cuEventCreate");
     resolve(call.event_destroy, "cuEventDestroy_v2");
     resolve(call.event_record, "cuEventRecord");

@@ -108,6 +108,7 @@ struct EntryPoints {
   Status (*stream_destroy)(Handle stream);
   Status (*stream_query)(Handle stream);
   Status (*stream_synchronize)(Handle stream);
+  Status (*stream_wait)(Handle stream, Handle event, unsigned flags);  // for the event's latest record
   Status (*event_create)(Handle* event, unsigned flags);
   Status (*event_destroy)(Handle event);
   Status (*event_record)(Handle event, Handle stream);

@@ -1,7 +1,6 @@
 #include "device/gpu/gpu_device.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <type_traits>
 
@@ -10,10 +9,6 @@ namespace {
 
 constexpr uint64_t kPage = 4096;
 constexpr int kMaxIoSets = 64;
-constexpr size_t kMaxTimedSteps = 65536;
-constexpr int kNumStepCounts = 8;             // of step_sizes in tokenspeed/step.py
-constexpr uint64_t kMergeBytes = 64 << 10;   // that are copied sooner than a second copy starts
-constexpr uint64_t kRowBytes = 64;           // of a row of pages at least
 
 uint64_t round_up(uint64_t nbytes, uint64_t to) { return (nbytes + to - 1) / to * to; }
 
@@ -41,6 +36,18 @@ class GpuDevice::Loading {
   GpuDevice& device_;
 };
 
+bool GpuDevice::Streams::drain(double seconds) const noexcept {
+  const double end = Timeline::now() + seconds;
+  bool ended = true;
+  for (const Stream* stream : {&inputs, &main, &outputs}) ended = stream->drain(end - Timeline::now()) && ended;
+  return ended;
+}
+
+GpuDevice::IoSet::IoSet(const std::shared_ptr<const Context>& context)
+    : staged(std::make_unique<Event>(context, kEventDisableTiming)),
+      ran(std::make_unique<Event>(context, kEventDisableTiming)),
+      done(std::make_unique<Event>(context, kEventDisableTiming | kEventBlockingSync)) {}
+
 GpuDevice::GpuDevice(Backend backend, int ordinal, const GpuOptions& options)
     : close_seconds_(options.close_seconds), spin_seconds_(options.spin_seconds) {
   if (options.io_sets < 1 || options.io_sets > kMaxIoSets) {
@@ -57,9 +64,9 @@ GpuDevice::GpuDevice(Backend backend, int ordinal, const GpuOptions& options)
   }
   start = Timeline::now();
   context_ = std::make_shared<Context>(driver, ordinal);
-  stream_ = std::make_unique<Stream>(context_);
-  io_sets_.resize(static_cast<size_t>(options.io_sets));
-  for (IoSet& set : io_sets_) set.done = std::make_unique<Event>(context_, kEventDisableTiming | kEventBlockingSync);
+  streams_ = std::make_unique<Streams>(context_);
+  for (int i = 0; i < options.io_sets; ++i) io_sets_.emplace_back(context_);
+  io_.num_sets = options.io_sets;
   timeline_.add("context", start);
 }
 
@@ -103,8 +110,8 @@ DeviceMemory& GpuDevice::make_region(RegionKind kind, uint64_t nbytes) {
   return *region;
 }
 
-void GpuDevice::clear(const DeviceMemory& memory) {
-  context_->check(context_->call().fill(memory.address(), 0, memory.size(), stream_->get()), "clear memory");
+void GpuDevice::clear(const DeviceMemory& memory, const Stream& stream) {
+  context_->check(context_->call().fill(memory.address(), 0, memory.size(), stream.get()), "clear memory");
 }
 
 void GpuDevice::load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes,
@@ -142,7 +149,7 @@ void GpuDevice::allocate(RegionKind kind, uint64_t nbytes) {
   if (kind == RegionKind::Io) throw DeviceError("region io has parts on the host too: use allocate_io");
   require_new(kind);
   const DeviceMemory& region = make_region(kind, nbytes);
-  if (kind != RegionKind::Kv) clear(region);
+  if (kind != RegionKind::Kv) clear(region, streams_->main);
 }
 
 void GpuDevice::allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_sizes_offset) {
@@ -162,13 +169,18 @@ void GpuDevice::allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_
   const double start = Timeline::now();
   auto host = std::make_unique<PinnedMemory>(context_, "region io", stride * io_sets_.size());
   timeline_.add("pin io", start);
-  clear(make_region(RegionKind::Io, nbytes));
+  const DeviceMemory& device = make_region(RegionKind::Io, stride * io_sets_.size());
+  clear(device, streams_->inputs);  // before the first step's inputs are copied
   host_io_ = std::move(host);
-  for (size_t i = 0; i < io_sets_.size(); ++i) io_sets_[i].host = host_io_->data() + i * stride;
+  for (size_t i = 0; i < io_sets_.size(); ++i) {
+    io_sets_[i].host = host_io_->data() + i * stride;
+    io_sets_[i].device = device.address() + i * stride;
+  }
   input_bytes_ = input_bytes;
-  io_bytes_ = nbytes;
+  io_.nbytes = nbytes;
+  io_.stride = stride;
   step_sizes_offset_ = step_sizes_offset;
-  ranges_ = {{0, input_bytes}};
+  for (auto* ranges : {&copies_.inputs, &copies_.outputs}) ranges->reserve(1);
 }
 
 void GpuDevice::bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outputs) {
@@ -187,7 +199,8 @@ void GpuDevice::bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outp
   }
   inputs_ = std::move(inputs);
   outputs_ = std::move(outputs);
-  ranges_.reserve(std::max({inputs_.size(), outputs_.size(), size_t{1}}));  // submit() allocates nothing
+  copies_.inputs.reserve(std::max(inputs_.size(), size_t{1}));  // submit() allocates nothing
+  copies_.outputs.reserve(std::max(outputs_.size(), size_t{1}));
 }
 
 void GpuDevice::bind_page_table(const PageTable& table) {
@@ -245,24 +258,28 @@ int GpuDevice::load_graph(std::span<const std::byte> bytes, uint64_t kv_page_str
   require_unsealed("load a launch graph");
   double start = Timeline::now();
   const LaunchGraph launch_graph = read_graph(bytes);
-  auto graph = std::make_unique<GpuGraph>(launch_graph, GraphContext{context_, regions_, modules_, kv_page_stride});
+  const GraphContext graph_context{context_, regions_, modules_, kv_page_stride, io_};
+  auto graph = std::make_unique<GpuGraph>(launch_graph, graph_context);
   timeline_.add("bind graph", start);
   const size_t handle = graphs_.size();
   graphs_.emplace_back();
-  count([](GpuCounters& c) { ++c.graph_instantiations; });
+  const int num_sets = io_.num_sets;
+  count([&](GpuCounters& c) { c.graph_instantiations += static_cast<uint64_t>(num_sets); });
   std::exception_ptr error;
   {
     const Loading loading(*this);
     lock.unlock();  // several threads may make graphs, once each is bound
     try {
+      for (int io_set = 0; io_set < num_sets; ++io_set) {
+        start = Timeline::now();
+        graph->build(io_set);
+        timeline_.add("build graph", start);
+        start = Timeline::now();
+        graph->instantiate();
+        timeline_.add("instantiate graph", start);
+      }
       start = Timeline::now();
-      graph->build();
-      timeline_.add("build graph", start);
-      start = Timeline::now();
-      graph->instantiate();
-      timeline_.add("instantiate graph", start);
-      start = Timeline::now();
-      graph->upload(stream_->get());
+      graph->upload(streams_->main.get());
       timeline_.add("upload graph", start);
     } catch (...) {
       error = std::current_exception();
@@ -278,203 +295,14 @@ int GpuDevice::load_graph(std::span<const std::byte> bytes, uint64_t kv_page_str
   return static_cast<int>(handle);
 }
 
-GpuGraph& GpuDevice::graph_of(int graph, const StepSizes& sizes, int io_set) {
-  require_open();
-  if (graph < 0 || static_cast<size_t>(graph) >= graphs_.size() || graphs_[static_cast<size_t>(graph)] == nullptr) {
-    throw DeviceError("graph " + std::to_string(graph) + " is not loaded: this device has " +
-                      std::to_string(graphs_.size()) + " graphs, from 0");
-  }
-  for (const int64_t size : {sizes.num_tokens, sizes.num_seqs, sizes.num_logit_rows}) {
-    if (size >= 0 && size <= INT32_MAX) continue;
-    throw DeviceError("a step needs sizes of 0 or more, but has " + std::to_string(sizes.num_tokens) + " tokens, " +
-                      std::to_string(sizes.num_seqs) + " sequences and " + std::to_string(sizes.num_logit_rows) +
-                      " logit rows");
-  }
-  if (host_io_ == nullptr) throw DeviceError("region io is not allocated: allocate it first");
-  if (io_set < 0 || static_cast<size_t>(io_set) >= io_sets_.size()) {
-    throw DeviceError("io set " + std::to_string(io_set) + " does not exist: this device has " +
-                      std::to_string(io_sets_.size()) + " sets, from 0");
-  }
-  context_->bind();
-  require_free(io_sets_[static_cast<size_t>(io_set)], io_set);
-  return *graphs_[static_cast<size_t>(graph)];
-}
-
-void GpuDevice::require_free(IoSet& set, int index) {
-  if (!set.busy) return;
-  const Status code = context_->call().event_query(set.done->get());
-  if (code == status::kNotReady) {
-    throw DeviceError("io set " + std::to_string(index) + " is in use by step " + std::to_string(set.ticket) +
-                      ": wait for that step, or use another set");
-  }
-  context_->check(code, "run a step");
-  set.busy = false;
-}
-
-// How much a step uses of each row of its page table; 0 where rows are copied whole: short ones, since one copy more
-// takes longer than a few bytes, and what does not fit, of which ranges_of tells.
-uint64_t GpuDevice::page_row_bytes(const IoSet& set, const StepSizes& sizes) const {
-  const PageTable& table = page_table_;
-  const auto rows = static_cast<uint64_t>(sizes.num_seqs);
-  if (table.row_bytes == 0 || rows == 0 || rows * table.row_bytes <= kMergeBytes) return 0;
-  if (rows > (input_bytes_ - table.offset) / table.row_bytes) return 0;
-  if (rows > (input_bytes_ - table.context_lens) / sizeof(int32_t)) return 0;
-  const auto* lengths = reinterpret_cast<const int32_t*>(set.host + table.context_lens);
-  const int32_t longest = std::max(1, *std::max_element(lengths, lengths + rows));
-  const auto pages = static_cast<uint64_t>((longest - 1) / table.page_size) + 1;
-  const uint64_t used = round_up(pages * sizeof(int32_t), kRowBytes);
-  return used < table.row_bytes ? used : 0;
-}
-
-// Fills ranges_ with the parts of [begin, end) that a step uses, by its step_sizes in `set`, but for the tensor at
-// `without`.
-void GpuDevice::ranges_of(const IoSet& set, const std::vector<IoExtent>& extents, const StepSizes& sizes,
-                          uint64_t begin, uint64_t end, uint64_t without) {
-  ranges_.clear();
-  if (extents.empty() && begin < end) ranges_.push_back({begin, end});
-  std::array<int32_t, kNumStepCounts> counts = {};
-  if (step_sizes_offset_ >= 0) std::memcpy(counts.data(), set.host + step_sizes_offset_, sizeof(counts));
-  std::array<int64_t, kNumStepCounts> scalars = {};
-  std::copy(counts.begin(), counts.end(), scalars.begin());
-  scalars[0] = sizes.num_tokens;
-  scalars[1] = sizes.num_seqs;
-  scalars[2] = sizes.num_logit_rows;
-  for (const IoExtent& e : extents) {
-    const uint64_t items = e.extra + (e.scalar < 0 ? 0 : static_cast<uint64_t>(scalars[static_cast<size_t>(e.scalar)]));
-    if (items == 0 || e.offset == without) continue;
-    const uint64_t limit = end - std::min(e.offset, end);
-    if (e.offset < begin || e.item_bytes > limit / items) {
-      throw DeviceError("a step uses " + std::to_string(items) + " x " + std::to_string(e.item_bytes) +
-                        " bytes at offset " + std::to_string(e.offset) + " of region io, which is not within [" +
-                        std::to_string(begin) + ", " + std::to_string(end) + ")");
-    }
-    const CopyRange range{e.offset, e.offset + items * e.item_bytes};
-    if (!ranges_.empty() && range.begin <= ranges_.back().end + kMergeBytes) {
-      ranges_.back().end = std::max(ranges_.back().end, range.end);
-    } else {
-      ranges_.push_back(range);
-    }
-  }
-}
-
-void GpuDevice::stage(const IoSet& set, const StepSizes& sizes) {
-  if (step_sizes_offset_ >= 0) {
-    const std::array<int32_t, 3> values = {static_cast<int32_t>(sizes.num_tokens), static_cast<int32_t>(sizes.num_seqs),
-                                           static_cast<int32_t>(sizes.num_logit_rows)};
-    std::memcpy(set.host + step_sizes_offset_, values.data(), sizeof(values));
-  }
-  const Address io = regions_[static_cast<size_t>(RegionKind::Io)]->address();
-  const uint64_t row_bytes = page_row_bytes(set, sizes);
-  if (row_bytes > 0) {
-    const PageTable& table = page_table_;
-    context_->check(context_->driver().copy_rows_to_device(io + table.offset, set.host + table.offset, table.row_bytes,
-                                                           row_bytes, static_cast<size_t>(sizes.num_seqs),
-                                                           stream_->get()),
-                    "copy a step's page table");
-  }
-  ranges_of(set, inputs_, sizes, 0, input_bytes_, row_bytes > 0 ? page_table_.offset : UINT64_MAX);
-  for (const CopyRange& r : ranges_) {
-    context_->check(context_->call().copy_to_device(io + r.begin, set.host + r.begin, r.end - r.begin, stream_->get()),
-                    "copy a step's inputs");
-  }
-}
-
-void GpuDevice::collect(const IoSet& set, const StepSizes& sizes) {
-  const Address io = regions_[static_cast<size_t>(RegionKind::Io)]->address();
-  ranges_of(set, outputs_, sizes, input_bytes_, io_bytes_);
-  for (const CopyRange& r : ranges_) {
-    context_->check(context_->call().copy_to_host(set.host + r.begin, io + r.begin, r.end - r.begin, stream_->get()),
-                    "copy a step's outputs");
-  }
-  context_->check(context_->call().event_record(set.done->get(), stream_->get()), "mark the end of a step");
-}
-
-Ticket GpuDevice::submit(int graph, const StepSizes& sizes, int io_set) {
-  const std::lock_guard lock(mutex_);
-  GpuGraph& g = graph_of(graph, sizes, io_set);
-  IoSet& set = io_sets_[static_cast<size_t>(io_set)];
-  stage(set, sizes);
-  if (times_ != nullptr) times_->begin(last_ticket_ + 1, sizes.num_tokens, sizes.num_seqs, stream_->get());
-  context_->check(context_->call().graph_launch(g.exec(), stream_->get()), "start a step");
-  if (times_ != nullptr) times_->end(stream_->get());
-  ++g.runs;
-  count([&](GpuCounters& c) {
-    ++c.steps;
-    c.nodes += g.num_nodes();
-  });
-  collect(set, sizes);
-  set.ticket = ++last_ticket_;
-  set.busy = true;
-  return set.ticket;
-}
-
-bool GpuDevice::wait(Ticket ticket, double seconds) {
-  Handle event = nullptr;
-  {
-    const std::lock_guard lock(mutex_);
-    context_->require_working();
-    if (ticket > last_ticket_) {
-      throw DeviceError("ticket " + std::to_string(ticket) + " was never given out: the last one is " +
-                        std::to_string(last_ticket_));
-    }
-    if (ticket <= done_ticket_ || closed_) return true;
-    for (const IoSet& set : io_sets_) {
-      if (set.ticket == ticket) event = set.done->get();
-    }
-    if (event == nullptr) return true;  // its set was free for a later step, so it is done
-    ++waiting_;
-  }
-  context_->bind_quietly();
-  const double end = Timeline::now() + std::min(spin_seconds_, seconds);
-  Status code = context_->call().event_query(event);
-  while (code == status::kNotReady && Timeline::now() < end) code = context_->call().event_query(event);
-  const bool give_up = code == status::kNotReady && std::isfinite(seconds);
-  if (code == status::kNotReady && !give_up) code = context_->call().event_synchronize(event);
-  const std::lock_guard lock(mutex_);
-  --waiting_;
-  idle_.notify_all();
-  if (give_up) return false;
-  context_->check(code, "finish a step");
-  done_ticket_ = std::max(done_ticket_, ticket);
-  for (IoSet& set : io_sets_) set.busy = set.busy && set.ticket > done_ticket_;
-  return true;
-}
-
-void GpuDevice::time_steps(size_t num_steps) {
-  const std::lock_guard lock(mutex_);
-  require_unsealed("time steps");
-  if (num_steps < 1 || num_steps > kMaxTimedSteps) {
-    throw DeviceError("the times of 1 to " + std::to_string(kMaxTimedSteps) + " steps can be kept, but " +
-                      std::to_string(num_steps) + " were asked for");
-  }
-  times_ = std::make_unique<StepTimes>(context_, num_steps);
-}
-
-std::vector<StepTime> GpuDevice::step_times() {
-  const std::lock_guard lock(mutex_);
-  require_open();
-  if (times_ == nullptr) throw DeviceError("steps are not timed: call time_steps before seal()");
-  return times_->take(done_ticket_);
-}
-
-std::vector<std::pair<std::string, double>> GpuDevice::profile(int graph, const StepSizes& sizes, int io_set) {
-  const std::lock_guard lock(mutex_);
-  GpuGraph& g = graph_of(graph, sizes, io_set);
-  const IoSet& set = io_sets_[static_cast<size_t>(io_set)];
-  context_->check(context_->call().stream_synchronize(stream_->get()), "finish the steps before a profile");
-  stage(set, sizes);
-  auto nodes = g.profile(stream_->get());
-  collect(set, sizes);
-  context_->check(context_->call().event_synchronize(set.done->get()), "finish a profile");
-  return nodes;
-}
-
 void GpuDevice::seal() {
   const std::lock_guard lock(mutex_);
   require_open();
   if (loading_ > 0) throw DeviceError("something is still being loaded: seal the device when all loads have returned");
   context_->bind();
-  context_->check(context_->call().stream_synchronize(stream_->get()), "finish loading");
+  for (const Stream* stream : {&streams_->inputs, &streams_->main}) {
+    context_->check(context_->call().stream_synchronize(stream->get()), "finish loading");
+  }
   sealed_ = true;
 }
 
@@ -488,7 +316,7 @@ void GpuDevice::close() noexcept {
   if (closed_) return;
   closed_ = true;
   lock.unlock();
-  bool ended = stream_->drain(close_seconds_);
+  bool ended = streams_->drain(close_seconds_);
   lock.lock();
   const auto idle = [&] { return loading_ == 0 && waiting_ == 0; };
   ended = idle_.wait_for(lock, std::chrono::duration<double>(close_seconds_), idle) && ended;
@@ -508,7 +336,7 @@ void GpuDevice::close() noexcept {
     abandon(host_io_);
     abandon(io_sets_);
     abandon(times_);
-    abandon(stream_);
+    abandon(streams_);
   }
   graphs_.clear();
   modules_.clear();
@@ -516,7 +344,7 @@ void GpuDevice::close() noexcept {
   host_io_.reset();
   io_sets_.clear();
   times_.reset();
-  stream_.reset();
+  streams_.reset();
 }
 
 }  // namespace tokenspeed::device::gpu

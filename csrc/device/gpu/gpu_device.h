@@ -68,9 +68,9 @@ class GpuDevice {
   void load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes, const StreamOptions& options);
   // Regions kv, arena and state. All are zero but kv, whose pages may hold anything.
   void allocate(RegionKind kind, uint64_t nbytes);
-  // Region io: [0, input_bytes) is copied to the device before a step, the rest back after it. The host has a copy of
-  // it for each set. The int32[8] at `step_sizes_offset`, unless that is negative, are the step's sizes: submit() writes
-  // the first three, the host the others.
+  // Region io: [0, input_bytes) is copied to the device before a step, the rest back after it. Host and device have a
+  // copy of it for each set. The int32[8] at `step_sizes_offset`, unless that is negative, are the step's sizes:
+  // submit() writes the first three, the host the others.
   void allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_sizes_offset);
   // Limits what a step copies to what its sizes say. Ranges that are near each other are copied in one.
   void bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outputs);
@@ -84,7 +84,8 @@ class GpuDevice {
   // Returns the graph's handle. Throws likewise.
   int load_graph(std::span<const std::byte> bytes, uint64_t kv_page_stride);
 
-  // Queues a step behind those in flight. Its io set belongs to the device until wait() has returned.
+  // Queues a step behind those in flight: graphs run one after another, and beside them copies of the inputs of steps
+  // to come and of the outputs of steps that ended. Its io set belongs to the device until wait() has returned.
   Ticket submit(int graph, const StepSizes& sizes, int io_set);
   // Waits until the step of `ticket`, and all before it, are done and their outputs are in the host's memory: true.
   // False if they are not after `seconds`.
@@ -103,30 +104,50 @@ class GpuDevice {
   void close() noexcept;
 
  private:
+  // Of work that runs side by side; events order it where that is needed.
+  struct Streams {
+    explicit Streams(const std::shared_ptr<const Context>& c) : inputs(c), main(c), outputs(c) {}
+    bool drain(double seconds) const noexcept;  // see Stream::drain
+
+    Stream inputs, main, outputs;  // copies to the device, graphs, copies back
+  };
   struct IoSet {
-    std::unique_ptr<Event> done;
+    explicit IoSet(const std::shared_ptr<const Context>& context);
+
+    std::unique_ptr<Event> staged, ran, done;  // the end of the inputs' copies, of the graph, of the outputs' copies
     std::byte* host = nullptr;
+    Address device = 0;
     Ticket ticket = 0;  // of the step that used it last
     bool busy = false;  // whether that step is not known to be done
   };
   struct CopyRange {
     uint64_t begin, end;
   };
+  // Of the step that is being submitted.
+  struct Copies {
+    uint64_t page_row_bytes = 0;  // of each row of the page table; 0 where the rows are among the inputs
+    std::vector<CopyRange> inputs, outputs;
+  };
   class Loading;
+  static constexpr int kNumStepCounts = 8;  // of step_sizes in tokenspeed/step.py
 
   void require_open() const;
   void require_unsealed(const std::string& what);
   void require_new(RegionKind kind) const;
   void count_region(uint64_t nbytes);
   DeviceMemory& make_region(RegionKind kind, uint64_t nbytes);
-  void clear(const DeviceMemory& memory);
+  void clear(const DeviceMemory& memory, const Stream& stream);
   GpuGraph& graph_of(int graph, const StepSizes& sizes, int io_set);
   void require_free(IoSet& set, int index);
   uint64_t page_row_bytes(const IoSet& set, const StepSizes& sizes) const;
-  void ranges_of(const IoSet& set, const std::vector<IoExtent>& extents, const StepSizes& sizes, uint64_t begin,
-                 uint64_t end, uint64_t without = UINT64_MAX);
+  void find_ranges(std::vector<CopyRange>& ranges, const IoSet& set, const std::vector<IoExtent>& extents,
+                   const StepSizes& sizes, uint64_t begin, uint64_t end, uint64_t without = UINT64_MAX) const;
+  void plan(const IoSet& set, const StepSizes& sizes);
   void stage(const IoSet& set, const StepSizes& sizes);
-  void collect(const IoSet& set, const StepSizes& sizes);
+  void collect(const IoSet& set);
+  void order(const Event& end_of, const Stream& before, const Stream& after);
+  template <typename Run>
+  void follow(const Run& run);
   template <typename Count>
   void count(const Count& add) {
     add(counters_[0]);
@@ -137,17 +158,18 @@ class GpuDevice {
   std::condition_variable idle_;
   Timeline timeline_;
   std::shared_ptr<const Context> context_;
-  std::unique_ptr<Stream> stream_;
+  std::unique_ptr<Streams> streams_;
   DeviceRegions regions_;
   Modules modules_;
   std::vector<std::unique_ptr<GpuGraph>> graphs_;  // null while it is loaded
   std::unique_ptr<PinnedMemory> host_io_;
   std::vector<IoSet> io_sets_;
-  uint64_t input_bytes_ = 0, io_bytes_ = 0;
+  uint64_t input_bytes_ = 0;
+  IoLayout io_;
   int64_t step_sizes_offset_ = -1;
   std::vector<IoExtent> inputs_, outputs_;
   PageTable page_table_;  // row_bytes is 0 where nobody named one
-  std::vector<CopyRange> ranges_;  // of the step that is being submitted
+  Copies copies_;
   std::unique_ptr<StepTimes> times_;
   Ticket last_ticket_ = 0, done_ticket_ = 0;
   std::array<GpuCounters, 2> counters_;  // in all, and after seal()

@@ -45,16 +45,23 @@ class Binder {
     return *function;
   }
 
-  // Appends the words of a parameter, whose bytes are the first of them.
-  void append_words(size_t node, size_t arg, std::vector<uint64_t>& words) const {
+  // Appends the words of a parameter, whose bytes are the first of them, and the places of those that point into
+  // region io.
+  void append_words(size_t node, size_t arg, std::vector<uint64_t>& words, std::vector<size_t>& io_words) const {
     const GraphNode& n = graph_.nodes[node];
     const GraphArg& a = n.args[arg];
-    if (a.kind != ArgKind::Bytes) return words.push_back(value_of(node, arg));
     const size_t first = words.size();
+    if (a.kind != ArgKind::Bytes) {
+      if (a.kind == ArgKind::Pointer && a.region == RegionKind::Io) io_words.push_back(first);
+      return words.push_back(value_of(node, arg));
+    }
     words.resize(first + words_of(a));
     std::memcpy(words.data() + first, graph_.data.data() + a.value, a.size);
     for (const InnerPointer& inner : n.inner) {
-      if (inner.arg == arg) words[first + inner.place / 8] = resolve(node, arg, inner.pointer);
+      if (inner.arg != arg) continue;
+      const size_t word = first + inner.place / 8;
+      words[word] = resolve(node, arg, inner.pointer);
+      if (inner.pointer.region == RegionKind::Io) io_words.push_back(word);
     }
   }
 
@@ -136,7 +143,9 @@ class Binder {
       fail(node, arg, "writes to " + name + ", which is read-only");
     }
     const bool paged = a.region == RegionKind::Kv;
-    const uint64_t have = paged ? std::min(context_.kv_page_stride, region->size()) : region->size();
+    const uint64_t have = paged                          ? std::min(context_.kv_page_stride, region->size())
+                          : a.region == RegionKind::Io ? context_.io.nbytes
+                                                         : region->size();
     if (a.value > have || a.extent > have - a.value) {
       fail(node, arg, "needs " + number(a.extent) + " bytes at offset " + number(a.value) + " of " +
                           (paged ? "a page of " : "") + name + ", which has " + number(have));
@@ -150,7 +159,8 @@ class Binder {
 
 }  // namespace
 
-GpuGraph::GpuGraph(const LaunchGraph& graph, const GraphContext& context) : context_(context.context) {
+GpuGraph::GpuGraph(const LaunchGraph& graph, const GraphContext& context)
+    : context_(context.context), io_stride_(context.io.stride) {
   size_t num_args = 0, num_words = 0;
   for (const GraphNode& node : graph.nodes) {
     num_args += node.args.size();
@@ -159,6 +169,7 @@ GpuGraph::GpuGraph(const LaunchGraph& graph, const GraphContext& context) : cont
   values_.reserve(num_words);  // neither moves from here on
   pointers_.reserve(num_args);
   nodes_.reserve(graph.nodes.size());
+  execs_.reserve(static_cast<size_t>(context.io.num_sets));
   context_->bind();
   const Binder binder(graph, context);
   for (size_t n = 0; n < graph.nodes.size(); ++n) {
@@ -167,7 +178,7 @@ GpuGraph::GpuGraph(const LaunchGraph& graph, const GraphContext& context) : cont
     const size_t first = pointers_.size();
     for (size_t i = 0; i < node.args.size(); ++i) {
       pointers_.push_back(values_.data() + values_.size());
-      binder.append_words(n, i, values_);
+      binder.append_words(n, i, values_, io_values_);
     }
     const KernelLaunch launch{function.handle,      node.launch->grid,         node.launch->block, node.launch->cluster,
                               node.launch->shared_bytes, pointers_.data() + first};
@@ -178,11 +189,19 @@ GpuGraph::GpuGraph(const LaunchGraph& graph, const GraphContext& context) : cont
 
 GpuGraph::~GpuGraph() {
   context_->bind_quietly();
-  if (exec_ != nullptr) context_->call().graph_exec_destroy(exec_);
+  for (const Handle exec : execs_) context_->call().graph_exec_destroy(exec);
   if (graph_ != nullptr) context_->call().graph_destroy(graph_);
 }
 
-void GpuGraph::build() {
+void GpuGraph::point_to(int io_set) noexcept {
+  const uint64_t by = io_stride_ * static_cast<uint64_t>(int64_t{io_set} - pointed_to_);  // modulo 2^64: also back
+  for (const size_t value : io_values_) values_[value] += by;
+  pointed_to_ = io_set;
+}
+
+// The driver copies parameters when a node is made, so all sets share one copy of them here.
+void GpuGraph::build(int io_set) {
+  point_to(io_set);
   const Driver& driver = context_->driver();
   context_->check(driver.call.graph_create(&graph_, 0), "make a graph");
   std::vector<Handle> handles(nodes_.size());
@@ -199,17 +218,20 @@ void GpuGraph::build() {
 }
 
 void GpuGraph::instantiate() {
-  context_->check(context_->call().graph_instantiate(&exec_, graph_, 0), "instantiate a graph");
+  Handle exec = nullptr;
+  context_->check(context_->call().graph_instantiate(&exec, graph_, 0), "instantiate a graph");
+  execs_.push_back(exec);
   const Handle built = std::exchange(graph_, nullptr);
   context_->check(context_->call().graph_destroy(built), "give back a graph that was instantiated");
 }
 
 void GpuGraph::upload(Handle stream) {
   if (context_->call().graph_upload == nullptr) return;  // then its first launch does it
-  context_->check(context_->call().graph_upload(exec_, stream), "upload a graph");
+  for (const Handle exec : execs_) context_->check(context_->call().graph_upload(exec, stream), "upload a graph");
 }
 
-std::vector<std::pair<std::string, double>> GpuGraph::profile(Handle stream) const {
+std::vector<std::pair<std::string, double>> GpuGraph::profile(int io_set, Handle stream) {
+  point_to(io_set);
   std::vector<std::unique_ptr<Event>> events;
   for (size_t i = 0; i <= nodes_.size(); ++i) events.push_back(std::make_unique<Event>(context_, kEventTiming));
   constexpr const char* kProfiling = "profile a graph";

@@ -124,6 +124,7 @@ class HipDriver final : public Driver {
     resolve(call.stream_destroy, "hipStreamDestroy");
     resolve(call.stream_query, "hipStreamQuery");
     resolve(call.stream_synchronize, "hipStreamSynchronize");
+    resolve(call.stream_wait, "hipStreamWaitEvent");
     resolve(call.event_create, "hipEventCreateWithFlags");
     resolve(call.event_destroy, "hipEventDestroy");
     resolve(call.event_record, "hipEventRecord");

@@ -159,6 +159,7 @@ Status cuStreamCreate(Handle* stream, unsigned) { return stream_create(stream); 
 Status cuStreamDestroy_v2(Handle stream) { return stream_destroy(stream); }
 Status cuStreamQuery(Handle stream) { return stream_query(stream); }
 Status cuStreamSynchronize(Handle stream) { return stream_synchronize(stream); }
+Status cuStreamWaitEvent(Handle stream, Handle event, unsigned) { return stream_wait(stream, event); }
 Status cuEventCreate(Handle* event, unsigned flags) { return event_create(event, flags); }
 Status cuEventDestroy_v2(Handle event) { return event_destroy(event); }
 Status cuEventRecord(Handle event, Handle stream) { return event_record(event, stream); }

@@ -34,8 +34,14 @@ struct Module {
   std::vector<std::unique_ptr<Function>> functions;
   int id;
 };
+struct Stream;
+struct Work {
+  std::function<void()> run;
+  Stream* after = nullptr;  // if not null: not before that stream has done `position` pieces
+  uint64_t position = 0;
+};
 struct Stream {
-  std::deque<std::function<void()>> work;
+  std::deque<Work> work;
   uint64_t submitted = 0, done = 0;
   bool running = false;
   int id;
@@ -64,6 +70,7 @@ struct State {
   Status sticky = 0;
   std::map<std::string, KernelInfo> kernels;
   std::map<const char*, size_t> pinned;
+  std::map<int, Stream*> streams;
   Settings settings{"", 0, 0};
   uint64_t used = 0;
   bool hangs = false;
@@ -133,20 +140,23 @@ std::string describe(const Node& node, const KernelLaunch& launch) {
   return text;
 }
 
-void enqueue(Handle stream, std::function<void()> work) {
+void enqueue(Handle stream, std::function<void()> run, Stream* after = nullptr, uint64_t position = 0) {
   Stream& s = as<Stream>(stream);
-  s.work.push_back(std::move(work));
+  s.work.push_back({std::move(run), after, position});
   ++s.submitted;
 }
 
-// Does one piece of the stream's work, without the lock: kernels may be anything. False if there is none to do now.
+// Does one piece of work, of this stream or of one that it waits for, without the lock: kernels may be anything. False
+// if there is none to do now.
 bool advance(std::unique_lock<std::mutex>& lock, Stream& stream) {
   if (stream.running || stream.work.empty() || state().hangs) return false;
+  const Work& next = stream.work.front();
+  if (next.after != nullptr && next.after->done < next.position) return advance(lock, *next.after);
   stream.running = true;
-  const auto work = std::move(stream.work.front());
+  const auto run = std::move(stream.work.front().run);
   stream.work.pop_front();
   lock.unlock();
-  work();
+  run();
   lock.lock();
   stream.running = false;
   ++stream.done;
@@ -287,12 +297,16 @@ uint64_t submitted(Handle stream) {
 Status stream_create(Handle* stream) {
   if (const Call call("stream_create", "%s", ""); call.fails()) return call.code();
   const std::lock_guard lock(state().mutex);
-  *stream = make<Stream>();
+  Stream* made = nullptr;
+  *stream = make<Stream>(&made);
+  state().streams[made->id] = made;
   return status::kSuccess;
 }
 
 Status stream_destroy(Handle stream) {
   const Call call("stream_destroy", "stream=%d", as<Stream>(stream).id);
+  const std::lock_guard lock(state().mutex);
+  state().streams.erase(as<Stream>(stream).id);
   delete static_cast<Stream*>(stream);
   return call.code();
 }
@@ -340,6 +354,16 @@ std::pair<Stream*, uint64_t> recorded(Handle event) {
 }
 
 }  // namespace
+
+Status stream_wait(Handle stream, Handle event) {
+  if (const Call call("stream_wait", "stream=%d event=%d", as<Stream>(stream).id, as<Event>(event).id); call.fails()) {
+    return call.code();
+  }
+  const auto [after, position] = recorded(event);
+  const std::lock_guard lock(state().mutex);
+  if (after != nullptr) enqueue(stream, [] {}, after, position);
+  return status::kSuccess;
+}
 
 Status event_query(Handle event) {
   if (const Call call("event_query", "event=%d", as<Event>(event).id); call.fails()) return call.code();
@@ -499,6 +523,7 @@ void double_reset() {
   s.kernels.clear();
   s.hangs = false;
   s.next_id = 1;
+  s.streams.clear();
   s.settings = {"", 0, 0};
 }
 
@@ -530,6 +555,15 @@ void double_hang(bool hangs) {
   const std::lock_guard lock(state().mutex);
   state().hangs = hangs;
   state().changed.notify_all();
+}
+
+bool double_work(int stream) {
+  std::unique_lock lock(state().mutex);
+  gpu_double::Stream& s = *state().streams.at(stream);
+  if (s.work.empty()) return false;
+  const gpu_double::Work& next = s.work.front();
+  if (next.after != nullptr && next.after->done < next.position) return false;
+  return gpu_double::advance(lock, s);
 }
 
 }  // extern "C"

@@ -99,6 +99,7 @@ Status hipStreamCreateWithFlags(Handle* stream, unsigned) { return stream_create
 Status hipStreamDestroy(Handle stream) { return stream_destroy(stream); }
 Status hipStreamQuery(Handle stream) { return stream_query(stream); }
 Status hipStreamSynchronize(Handle stream) { return stream_synchronize(stream); }
+Status hipStreamWaitEvent(Handle stream, Handle event, unsigned) { return stream_wait(stream, event); }
 Status hipEventCreateWithFlags(Handle* event, unsigned flags) { return event_create(event, flags); }
 Status hipEventDestroy(Handle event) { return event_destroy(event); }
 Status hipEventRecord(Handle event, Handle stream) { return event_record(event, stream); }
