@@ -119,7 +119,7 @@ class FakeGpu:
         assert 16 <= input_bytes < nbytes and step_sizes_offset == 0
         self.regions["io"], self.inputs = nbytes, input_bytes
         self.stride = -(-nbytes // 4096) * 4096
-        self.host, self.device_io = bytearray(2 * self.stride), bytearray(nbytes)
+        self.host, self.device_io = bytearray(2 * self.stride), bytearray(2 * self.stride)
 
     def bind_io(self, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> None:
         assert list(inputs) == [(0, 16, -1, 1)]
@@ -152,16 +152,15 @@ class FakeGpu:
         seconds = sum(self._us(node) for node in nodes) * 1e-6 * (1 + 0.001 * (self.tickets % 3))
         FakeGpu.clock += seconds
         self.steps.append((self.tickets, num_tokens, num_seqs, seconds, None))
-        self._run(nodes[-1], num_tokens)
-        start, nbytes = self.result, num_logit_rows * self.row_bytes
-        at = io_set * self.stride + start
-        self.host[at : at + nbytes] = self.device_io[start : start + nbytes]
+        self._run(nodes[-1], num_tokens, io_set * self.stride)
+        at, nbytes = io_set * self.stride + self.result, num_logit_rows * self.row_bytes
+        self.host[at : at + nbytes] = self.device_io[at : at + nbytes]
         return self.tickets
 
     def _us(self, node: Any) -> float:
         return BEFORE_US if node.symbol == "rms_norm" else self.us.get(node.launch.binary, 10.0)
 
-    def _run(self, node: Any, rows: int) -> None:
+    def _run(self, node: Any, rows: int, io: int) -> None:
         binary = node.launch.binary
         if node.symbol == "rms_norm" or binary in self.lazy:
             return
@@ -170,7 +169,7 @@ class FakeGpu:
         weights = next(p for i, p in node.pointers() if i == 1)
         content = bytearray(hashlib.sha256(str(weights).encode()).digest() * (out.extent // 32))
         content[-1] ^= binary in self.wrong
-        self.device_io[out.offset : out.end] = content
+        self.device_io[io + out.offset : io + out.end] = content
 
     def wait(self, ticket: int) -> None:
         assert ticket <= self.tickets

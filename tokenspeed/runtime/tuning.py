@@ -322,9 +322,9 @@ class _Bench:
         return best, wrong
 
     def _result(self, graph: int, rows: int, before: int) -> bytes:
-        """What ``graph`` computes where ``before`` has just left its own result."""
+        """What ``graph`` computes where ``before``, in the same io set, has just left its own result."""
         device, shape = self._device, self._shape
-        device.wait(device.submit(before, rows, 0, 0, 0))
+        device.wait(device.submit(before, rows, 0, 0, 1))
         device.wait(device.submit(graph, rows, 0, rows, 1))
         start = align(shape.io_bytes, _SET_ALIGNMENT) + shape.result_offset
         return bytes(device.view("io")[start : start + rows * shape.result_row_bytes])
