@@ -66,12 +66,14 @@ TEST(bytes_and_addresses_reach_the_kernel) {
     twice.data += twice.data;
     twice.data[kJobBytes + 4] = 1, twice.data[kJobBytes + 5] = twice.data[kJobBytes + 6] = twice.data[kJobBytes + 7] = 0;
     const int graph = r.device->load_graph(twice.encode(), 0);
-    for (int i = 0; i < 16; ++i) r.input(0)[i] = 10 + i;
-    r.device->wait(r.device->submit(graph, {1, 1, 1}, 0));
-    for (int i = 0; i < 4; ++i) {
-      CHECK(r.output(0)[i] == (i < 3 ? (10 + i) * 7 - 5 : 0));
-      CHECK(r.output(0)[16 + i] == (i < 3 ? (10 + i) * 7 + 1 : 0));
-      CHECK(r.output(0)[32 + i] == "abcd"[i]);
+    for (const int set : {1, 0}) {  // addresses inside of parameters too are those of the set
+      for (int i = 0; i < 16; ++i) r.input(set)[i] = 10 + i + set;
+      r.device->wait(r.device->submit(graph, {1, 1, 1}, set));
+      for (int i = 0; i < 4; ++i) {
+        CHECK(r.output(set)[i] == (i < 3 ? (10 + i + set) * 7 - 5 : 0));
+        CHECK(r.output(set)[16 + i] == (i < 3 ? (10 + i + set) * 7 + 1 : 0));
+        CHECK(r.output(set)[32 + i] == "abcd"[i]);
+      }
     }
   }
 }
