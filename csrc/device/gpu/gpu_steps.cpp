@@ -193,10 +193,11 @@ bool GpuDevice::wait(Ticket ticket, double seconds) {
     ++waiting_;
   }
   context_->bind_quietly();
-  const double end = Timeline::now() + std::min(spin_seconds_, seconds);
+  const bool may_sleep = !std::isfinite(seconds);
+  const double end = Timeline::now() + (may_sleep ? spin_seconds_ : seconds);
   Status code = context_->call().event_query(event);
   while (code == status::kNotReady && Timeline::now() < end) code = context_->call().event_query(event);
-  const bool give_up = code == status::kNotReady && std::isfinite(seconds);
+  const bool give_up = code == status::kNotReady && !may_sleep;
   if (code == status::kNotReady && !give_up) code = context_->call().event_synchronize(event);
   const std::lock_guard lock(mutex_);
   --waiting_;
