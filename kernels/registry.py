@@ -23,6 +23,7 @@ from tokenspeed.kernels.library import LibraryKernel
 from tokenspeed.target import Target
 
 Constant: TypeAlias = int | float | bool | str
+Numbers: TypeAlias = tuple[int, ...]
 DTYPES_TRITON: Mapping[str, str] = {"float32": "fp32", "bfloat16": "bf16"}
 """Program dtypes as Triton names them."""
 
@@ -157,7 +158,7 @@ class DeviceKernel:
     module: str
     function: str
     signature: tuple[tuple[str, str], ...]
-    constants: tuple[tuple[str, Constant], ...]
+    constants: tuple[tuple[str, Constant | Numbers], ...]
     num_warps: int
     num_stages: int
     max_registers: int = 0
@@ -196,7 +197,7 @@ def device_stage(
     function: Callable[..., Any],
     arguments: str,
     types: str,
-    constants: Mapping[str, Constant],
+    constants: Mapping[str, Constant | Numbers],
     num_warps: int,
     num_stages: int,
     grid: tuple[int, int, int],
@@ -215,7 +216,7 @@ def device_stage(
     source = getattr(function, "fn", function)
     parameters = tuple(inspect.signature(source).parameters)
     programmatic = target.backend == "cuda"
-    values: dict[str, Constant] = {**constants, "PDL": (2 if early else 1) if programmatic else 0}
+    values: dict[str, Constant | Numbers] = {**constants, "PDL": (2 if early else 1) if programmatic else 0}
     rules, kinds = argument_rules(arguments), tuple(word.strip() for word in types.split(","))
     passed = tuple(p for p in parameters if p not in values)
     assert len(passed) == len(rules) == len(kinds), (source.__name__, passed, rules, kinds)

@@ -1,7 +1,8 @@
 """A stand-in for ``_native.GpuDevice``: its interface, and CPU graphs run behind a queue of their own.
 
-It copies what ``bind_io`` names and nothing else, refuses an io set whose step nobody has waited for, and fails or is
-lost at the steps it is told. ``gpu_artifact`` makes an artifact whose GPU section holds a CPU's graphs.
+A step takes the inputs of its io set when its turn comes, and leaves its outputs there. The double refuses a set whose
+step nobody has waited for, and fails or is lost at the steps it is told. ``gpu_artifact`` makes an artifact whose GPU
+section holds a CPU's graphs.
 """
 
 from __future__ import annotations
@@ -21,7 +22,6 @@ from tokenspeed.step import align
 
 H200 = (0, "NVIDIA H200", "sm_90", 140 << 30, 13000)
 LOST = "the device NVIDIA H200 is lost: it has fallen off the bus"
-Extent = tuple[int, int, int, int]
 
 
 class GpuDouble:
@@ -68,26 +68,14 @@ class GpuDouble:
         self._cpu.load_weights(path, file_offset, nbytes)
 
     def allocate(self, region: str, nbytes: int) -> None:
-        if region == "io":
-            raise _native.DeviceError("region io has parts on the host too: use allocate_io")
+        assert region not in ("io", "host_io"), "these have a call of their own"
         self._cpu.allocate(region, nbytes)
 
-    def allocate_io(self, input_bytes: int, nbytes: int, step_sizes_offset: int) -> None:
-        self._step_sizes_offset = step_sizes_offset
+    def allocate_io(self, nbytes: int, step_sizes_offset: int) -> None:
+        self._step_sizes_offset, self._io_bytes = step_sizes_offset, nbytes
         self._cpu.allocate("io", nbytes)
-        self._input_bytes, self._set_bytes = input_bytes, align(nbytes, 4096)
+        self._set_bytes = align(nbytes, 4096)
         self._host = bytearray(b"\xee" * self._set_bytes * self._num_sets)
-
-    def bind_io(self, inputs: Sequence[Extent], outputs: Sequence[Extent]) -> None:
-        assert list(inputs) == sorted(inputs) and list(outputs) == sorted(outputs)
-        assert all(offset < self._input_bytes for offset, *_ in inputs)
-        assert all(offset >= self._input_bytes for offset, *_ in outputs)
-        self._extents = list(inputs), list(outputs)
-
-    def bind_page_table(self, offset: int, row_bytes: int, context_lens: int, page_size: int) -> None:
-        """The double copies whole rows; that the places are those of the inputs is checked."""
-        assert (offset, row_bytes, 1, 0) in self._extents[0] and (context_lens, 4, 1, 0) in self._extents[0]
-        assert page_size % 32 == 0
 
     def view(self, region: str) -> memoryview:
         assert region == "io"
@@ -127,6 +115,8 @@ class GpuDouble:
             self._busy[io_set] = self._tickets
             self.most_in_flight = max(self.most_in_flight, len(self._busy))
             self._sizes[self._tickets] = (num_tokens, num_seqs, num_logit_rows)
+            counts = self._io_set(io_set)[self._step_sizes_offset :][:12].cast("i")
+            assert counts.tolist() == [num_tokens, num_seqs, num_logit_rows], "the host has written others"
             self._queue.put((self._tickets, graph, (num_tokens, num_seqs, num_logit_rows), io_set))
             return self._tickets
 
@@ -144,8 +134,8 @@ class GpuDouble:
         self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int
     ) -> list[tuple[str, float]]:
         sizes = (num_tokens, num_seqs, num_logit_rows)
-        self._copy(self._extents[0], sizes, io_set, to_device=True)
-        return list(self._cpu.profile(graph, *sizes))
+        self._cpu.view("io")[:] = self._io_set(io_set)
+        return [("inputs", 1e-6), *self._cpu.profile(graph, *sizes)]
 
     def seal(self) -> None:
         self._cpu.seal()
@@ -190,24 +180,15 @@ class GpuDouble:
             elif ticket in self.fail:
                 error = _native.DeviceError("an illegal instruction")
             else:
-                self._copy(self._extents[0], sizes, io_set, to_device=True)
+                self._cpu.view("io")[:] = self._io_set(io_set)
                 self._cpu.wait(self._cpu.submit(graph, *sizes))
-                self._copy(self._extents[1], sizes, io_set, to_device=False)
+                self._io_set(io_set)[:] = self._cpu.view("io")
             with self._done:
                 self._results[ticket] = error
                 self._done.notify_all()
 
-    def _copy(self, extents: list[Extent], sizes: tuple[int, int, int], io_set: int, *, to_device: bool) -> None:
-        device = self._cpu.view("io")
-        host = memoryview(self._host)[io_set * self._set_bytes :]
-        counts = host[self._step_sizes_offset :][:32].cast("i").tolist()
-        counts[:3] = sizes
-        for offset, item_bytes, scalar, extra in extents:
-            nbytes = item_bytes * (extra + (counts[scalar] if scalar >= 0 else 0))
-            if to_device:
-                device[offset : offset + nbytes] = host[offset : offset + nbytes]
-            else:
-                host[offset : offset + nbytes] = device[offset : offset + nbytes]
+    def _io_set(self, number: int) -> memoryview:
+        return memoryview(self._host)[number * self._set_bytes :][: self._io_bytes]
 
 
 class ContextDouble:

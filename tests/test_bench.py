@@ -63,12 +63,12 @@ def test_shares_count_weights_and_kv(gpu: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_time_graph_writes_the_sizes_that_kernels_read(gpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GpuDouble, "profile", lambda _, *asked: [(str(asked), 0.5), ("second", 0.25)])
+    monkeypatch.setattr(GpuDouble, "profile", lambda _, *asked: [("inputs", 1.0), (str(asked), 0.5), ("second", 0.25)])
     with load(gpu, options=replace(MEASURED, measure=False)) as engine:
         executor = engine.loaded.executor
         assert executor.time_graph(5, 3) == [0.5, 0.25]
         at = next(t for t in engine.loaded.section.io if t.name == "step_sizes").offset
-        assert executor.device.view("io")[at : at + 16].cast("i").tolist() == [3, 1, 1, 0]
+        assert executor.device.view("io")[at : at + 32].cast("i").tolist() == [3, 1, 1, 0, 0, 0, 0, 0]
 
 
 def test_the_command_says_what_it_measured(gpu: Path, capsys: pytest.CaptureFixture[str]) -> None:

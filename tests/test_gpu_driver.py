@@ -1,5 +1,5 @@
 """A tiny model's artifact for a GPU, cross-compiled here, through the real device on a driver that is a double: the
-binaries, launches, copies and events are the real ones, only the kernels do nothing."""
+binaries, launches and events are the real ones, only the kernels do nothing."""
 
 from __future__ import annotations
 
@@ -74,20 +74,19 @@ def test_it_loads_and_runs(artifact: Path, driver: DriverDouble) -> None:
         assert (engine.info.target, engine.info.device) == ("cuda:sm_90a", "Double C1")
         section = engine.loaded.section
         assert len(driver.calls("module_load")) == len(section.binaries)
-        assert len(driver.calls("graph_instantiate")) == len(section.buckets)  # ceilings are for measuring alone
+        execs = 2 * len(section.buckets)  # for either io set; ceilings are for measuring alone
+        assert len(driver.calls("graph_instantiate")) == execs
         before = len(driver.calls())
         (output,) = engine.generate([[1, 2, 3, 4]], GREEDY)
-        assert output.token_ids == (0,) * 5  # what the kernels would have drawn was cleared when it was allocated
+        assert output.token_ids == (0,) * 5  # what the kernels would have written was cleared when it was allocated
         stats = engine.stats()
         done = {name: count for name, count in stats.after_ready.items() if name != "compilations"}  # Triton is here
         assert done == dict.fromkeys(done, 0) and len(done) == 4 and stats.device["steps"] == stats.steps
         asking = ("event_query", "event_synchronize", "context_current")
         steps = [call.split()[0] for call in driver.calls()[before:] if not call.startswith(asking)]
-        per_step = ["copy_to_device", "graph_launch", "copy_to_host", "event_record"]
-        seen = [name for i, name in enumerate(steps) if i == 0 or steps[i - 1] != name]
-        assert seen == per_step * stats.steps
+        assert steps == ["graph_launch", "event_record"] * stats.steps
     assert len(driver.calls("module_unload")) == len(section.binaries)
-    assert len(driver.calls("graph_exec_destroy")) == len(section.buckets)
+    assert len(driver.calls("graph_exec_destroy")) == execs
     assert len(driver.calls("release")) == len(driver.calls("create")) == 5  # regions
 
 
@@ -98,7 +97,8 @@ def test_what_a_launch_is_given(artifact: Path, driver: DriverDouble) -> None:
     nodes = [node for name in names for node in LaunchGraph.decode(opened.read(name)).nodes]
     with load(artifact, options=OPTIONS):
         added = driver.calls("add_kernel")
-    assert len(added) == len(nodes)
+    assert len(added) == 2 * len(nodes)  # once for either io set
+    assert sum("kernel=stage_io" in line for line in added) == 2 * len(names)
     assert sum("programmatic=1" in line for line in added) > len(added) // 2
     by_symbol = {node.symbol: len(node.args) for node in nodes}
     for line in added:
@@ -114,7 +114,7 @@ def test_it_is_measured(artifact: Path, driver: DriverDouble) -> None:
     assert rates.read_bandwidth == pytest.approx(works["read"] / 1e-3)
     assert rates.matmul == pytest.approx(works["matmul"] / 1e-3) and works["matmul"] == 2 * 16 * 32 * 32
     assert decode.graph_seconds == pytest.approx(1e-3)
-    assert decode.idle_seconds == pytest.approx(decode.idle_seconds, abs=1e-9) and 1e-3 < decode.idle_seconds < 1e-2
+    assert decode.idle_seconds == pytest.approx(0, abs=1e-9)
     assert decode.share_of_read_bandwidth is not None and decode.share_of_matmul is not None
 
 

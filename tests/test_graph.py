@@ -116,7 +116,7 @@ def test_the_bytes_of_a_small_graph() -> None:
     body += struct.pack("<4B4xQQQ", 0, 3, 1, 8, 8, 16, 0) + struct.pack("<4B4xQQQ", 1, 0, 0, 8, 2**64 - 1, 0, 0)
     body += struct.pack("<4B4xQQQ", 2, 0, 0, 8, 0x3FF0000000000000, 0, 0) + struct.pack("<4B4xQQQ", 3, 0, 0, 8, 1, 0, 0)
     body += b"kn"
-    header = struct.pack("<4sHHIIIIIIII24x", b"TSLG", 2, 64, 64 + len(body), 1, 0, 1, 4, 0, 2, zlib.crc32(body))
+    header = struct.pack("<4sHHIIIIIIII24x", b"TSLG", 3, 64, 64 + len(body), 1, 0, 1, 4, 0, 2, zlib.crc32(body))
     assert data == header + body
 
 
@@ -127,7 +127,7 @@ def test_the_bytes_of_a_parameter_passed_by_value() -> None:
     body += struct.pack("<12I", 0, 1, 1, 1, 32, 1, 1, 1, 1, 1, 0, 0)
     body += struct.pack("<4B4xQQQ", 4, 0, 0, 0, 0, 17, 0) + struct.pack("<4B4xQQQ", 5, 2, 2, 8, 64, 32, 8)
     body += struct.pack("<4B4xQQQ", 1, 0, 0, 8, 1, 0, 0) + struct_.data + b"kbn"
-    header = struct.pack("<4sHHIIIIIIII", b"TSLG", 2, 64, 64 + len(body), 1, 1, 1, 3, 0, 3, zlib.crc32(body))
+    header = struct.pack("<4sHHIIIIIIII", b"TSLG", 3, 64, 64 + len(body), 1, 1, 1, 3, 0, 3, zlib.crc32(body))
     assert data == header + struct.pack("<I20x", 17) + body
 
 
@@ -160,7 +160,7 @@ def damaged_struct(record: int, field: int, value: int) -> bytes:
         (damaged_struct(1, 6, 24), "need ascending addresses at multiples of 8 within 32 bytes, have them at"),
         (damaged_struct(1, 6, 16), "node 'c' arg 0: need zeros where an address goes, have others at 16"),
         (damaged_struct(1, 6, 2**64 - 8), "need ascending addresses at multiples of 8 within 32 bytes, have them at"),
-        (damaged_struct(1, 5, 0), "node 'c' arg 0: need a region below 5, access 1 to 3 and an aligned range"),
+        (damaged_struct(1, 5, 0), "node 'c' arg 0: need a region below 6, access 1 to 3 and an aligned range"),
         (damaged_struct(3, 0, 5), "node 'c' arg 0: need a parameter of 8 bytes, or of 4 for a number, have 4"),
     ],
 )
@@ -228,7 +228,7 @@ def test_noise_is_refused(noise: bytes) -> None:
 def test_a_file_of_another_version_says_so() -> None:
     data = bytearray(chain().encode())
     data[4] = 9
-    with pytest.raises(ProgramError, match="need format version 2, have 9") as caught:
+    with pytest.raises(ProgramError, match="need format version 3, have 9") as caught:
         LaunchGraph.decode(bytes(data))
     assert caught.value.hint == "rebuild the artifact with this version of tokenspeed"
 
@@ -319,6 +319,45 @@ def changed(index: int, position: int, arg: Argument) -> LaunchGraph:
     args[position] = arg
     nodes[index] = replace(nodes[index], args=tuple(args))
     return LaunchGraph(tuple(nodes))
+
+
+def early(writer: Pointer, *, programmatic: bool) -> LaunchGraph:
+    """A node that writes, one right after it that may be programmatic, and one behind that."""
+    launch = Launch("binary", (1, 1, 1), (32, 1, 1))
+    read = Pointer(Region.IO, 0, 64, R)
+    return LaunchGraph(
+        (
+            Node("a", "copy", (writer,), (), launch),
+            Node("b", "copy", (read, arena(0, 64, W)), (0,), replace(launch, programmatic=programmatic)),
+            Node("c", "copy", (read, arena(0, 64, R)), (1,), replace(launch, programmatic=True)),
+        )
+    )
+
+
+def test_who_comes_right_after_the_inputs_starts_when_all_are_there() -> None:
+    verify_graph(early(Pointer(Region.IO, 0, 64, W), programmatic=False), SIZES, 4096)
+    verify_graph(early(Pointer(Region.IO, 0, 64, R), programmatic=True), SIZES, 4096)
+    inside = with_struct(early(Pointer(Region.IO, 0, 64, W), programmatic=True))
+    for graph in (early(Pointer(Region.IO, 0, 64, W), programmatic=True), inside):
+        with pytest.raises(
+            ProgramError, match="node 'b': need a launch that is not programmatic after node 'a', which"
+        ):
+            verify_graph(graph, SIZES, 4096)
+
+
+def test_the_memory_of_the_host_is_of_some_size() -> None:
+    node = Node("a", "copy", (Pointer(Region.HOST_IO, 0, 64, R),))
+    verify_graph(LaunchGraph((node,)), {**SIZES, Region.HOST_IO: 64}, 4096)
+    assert LaunchGraph.decode(LaunchGraph((node,)).encode()) == LaunchGraph((node,))
+    with pytest.raises(ProgramError, match="node 'a' arg 0: need 64 bytes of region host_io, have 0"):  # as on a CPU
+        verify_graph(LaunchGraph((node,)), SIZES, 4096)
+
+
+def with_struct(graph: LaunchGraph) -> LaunchGraph:
+    """The first node's pointer inside a parameter."""
+    first = graph.nodes[0]
+    (pointer,) = (p for _, p in first.pointers())
+    return LaunchGraph((replace(first, args=(in_struct(pointer),)), *graph.nodes[1:]))
 
 
 def in_struct(*inside: Pointer) -> Bytes:

@@ -9,7 +9,7 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +36,7 @@ HOPPER = Target.parse("cuda:sm_90a")
 SLOW, FAST, WRONG = (Config(16, 32, 64, warps, 2, swapped=True) for warps in (1, 2, 4))
 """The candidates of these tests; what they do differently is up to FakeGpu."""
 BEFORE_US = 1.0
+MOST_ROWS = 512
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def packed(checkpoint: Path, cache: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("packs") / "tiny.tunepack"
-    result = pack([checkpoint], path, HOPPER, rows=[512, 1], ops=["linear_add"], workers=2, cache=cache)
+    result = pack([checkpoint], path, HOPPER, rows=[MOST_ROWS, 1], ops=["linear_add"], workers=2, cache=cache)
     assert (result.shapes, result.cases, result.candidates, result.failures) == (2, 4, 12, {})
     assert result.nbytes == path.stat().st_size < 100_000
     return path
@@ -115,16 +116,11 @@ class FakeGpu:
     def allocate(self, region: str, nbytes: int) -> None:
         self.regions[region] = nbytes
 
-    def allocate_io(self, input_bytes: int, nbytes: int, step_sizes_offset: int) -> None:
-        assert 16 <= input_bytes < nbytes and step_sizes_offset == 0
-        self.regions["io"], self.inputs = nbytes, input_bytes
+    def allocate_io(self, nbytes: int, step_sizes_offset: int) -> None:
+        assert nbytes > 32 and step_sizes_offset == 0
+        self.regions["io"] = self.regions["host_io"] = nbytes
         self.stride = -(-nbytes // 4096) * 4096
-        self.host, self.device_io = bytearray(2 * self.stride), bytearray(2 * self.stride)
-
-    def bind_io(self, inputs: Sequence[tuple[int, ...]], outputs: Sequence[tuple[int, ...]]) -> None:
-        assert list(inputs) == [(0, 16, -1, 1)]
-        ((self.result, self.row_bytes, self.counted_by, more),) = outputs
-        assert self.result >= self.inputs and (self.counted_by, more) == (2, 0)
+        self.host, self.arena = bytearray(2 * self.stride), bytearray(self.regions["arena"])
 
     def view(self, region: str) -> memoryview:
         assert region == "io"
@@ -136,8 +132,9 @@ class FakeGpu:
 
     def load_graph(self, data: bytes, kv_page_stride: int) -> int:
         graph = LaunchGraph.decode(data)
-        for node in graph.nodes:
-            assert node.launch is not None and node.launch.binary in self.binaries and node.launch.programmatic
+        for i, node in enumerate(graph.nodes):
+            assert node.launch is not None and node.launch.binary in self.binaries
+            assert node.launch.programmatic is (i >= 2)  # not what brings the sizes in, nor who comes right after
             if node.launch.binary in self.broken:
                 raise _native.GraphError("node 0: too much shared memory")
             for _, pointer in node.pointers():
@@ -152,24 +149,34 @@ class FakeGpu:
         seconds = sum(self._us(node) for node in nodes) * 1e-6 * (1 + 0.001 * (self.tickets % 3))
         FakeGpu.clock += seconds
         self.steps.append((self.tickets, num_tokens, num_seqs, seconds, None))
-        self._run(nodes[-1], num_tokens, io_set * self.stride)
-        at, nbytes = io_set * self.stride + self.result, num_logit_rows * self.row_bytes
-        self.host[at : at + nbytes] = self.device_io[at : at + nbytes]
+        assert nodes[0].symbol == "stage_io"
+        if len(nodes) == 1:
+            self._fetch(nodes[0], num_logit_rows, io_set * self.stride)
+        else:
+            self._run(nodes[-1])
         return self.tickets
 
-    def _us(self, node: Any) -> float:
-        return BEFORE_US if node.symbol == "rms_norm" else self.us.get(node.launch.binary, 10.0)
+    def _fetch(self, node: Any, rows: int, io: int) -> None:
+        (source,) = (p for _, p in node.pointers() if p.region is Region.ARENA)
+        (target,) = (p for _, p in node.pointers() if p.writes)
+        assert target.region is Region.HOST_IO and source.extent == target.extent
+        nbytes, at = rows * source.extent // MOST_ROWS, io + target.offset
+        self.host[at : at + nbytes] = self.arena[source.offset : source.offset + nbytes]
 
-    def _run(self, node: Any, rows: int, io: int) -> None:
+    def _us(self, node: Any) -> float:
+        known = {"stage_io": 0.0, "rms_norm": BEFORE_US}
+        return known[node.symbol] if node.symbol in known else self.us.get(node.launch.binary, 10.0)
+
+    def _run(self, node: Any) -> None:
         binary = node.launch.binary
         if node.symbol == "rms_norm" or binary in self.lazy:
             return
         (out,) = (p for _, p in node.pointers() if p.writes)
-        assert (out.region, out.offset, out.extent) == (Region.IO, self.result, rows * self.row_bytes)
+        assert out.region is Region.ARENA
         weights = next(p for i, p in node.pointers() if i == 1)
         content = bytearray(hashlib.sha256(str(weights).encode()).digest() * (out.extent // 32))
         content[-1] ^= binary in self.wrong
-        self.device_io[io + out.offset : io + out.end] = content
+        self.arena[out.offset : out.end] = content
 
     def wait(self, ticket: int) -> None:
         assert ticket <= self.tickets
@@ -234,6 +241,10 @@ def test_a_pack_holds_every_case_of_every_shape(packed: Path) -> None:
             assert [case.rows for case in shape.cases] == [1, 512]
             r = shape.rotation
             assert r.copies * r.stride > 2 * (50 << 20) or r.copies == 16
+            for name in (shape.inputs, shape.fetch):
+                (node,) = LaunchGraph.decode(opened.read(name)).nodes
+                assert node.symbol == "stage_io" and node.launch is not None and not node.launch.programmatic
+                used.add(node.launch.binary)
             for case in shape.cases:
                 assert [c.config for c in case.candidates] == [to_json(c) for c in (SLOW, FAST, WRONG)]
                 assert bool(case.before) is (case.rows == 1)
@@ -245,7 +256,7 @@ def test_a_pack_holds_every_case_of_every_shape(packed: Path) -> None:
                 k, n = shape.key["K"], shape.key["N"]
                 assert case.flops == 2 * case.rows * n * k
                 assert case.nbytes == 2 * k * (n + case.rows) + 8 * case.rows * n
-        assert used == set(manifest.binaries) and len(used) == 2 * (3 + 1)  # rows do not matter to a binary
+        assert used == set(manifest.binaries) and len(used) == 2 * (3 + 1) + 2  # rows do not matter to a binary
 
 
 def test_large_matrices_push_out_themselves() -> None:
@@ -298,7 +309,8 @@ def test_kernels_that_do_not_compile_are_left_out(
     def failing(jobs: Any, *, failures: dict[Any, TargetError], **options: Any) -> Any:
         done = tuning.codegen_compile(jobs, failures=failures, **options)  # type: ignore[attr-defined]
         for kernel, target in list(done):
-            if kernel.function == "rms_norm" or kernel.num_warps == WRONG.num_warps:
+            wrong = kernel.function != "stage_io" and kernel.num_warps == WRONG.num_warps
+            if kernel.function == "rms_norm" or wrong:
                 failures[kernel, target] = TargetError("ptxas fell over")
                 del done[kernel, target]
         return done
@@ -322,9 +334,11 @@ def test_calls_rotate_over_the_copies(packed: Path) -> None:
         shape = replace(
             opened.manifest.shapes[0], rotation=Rotation(inside.offset, inside.extent, 100 * 4096, 3)
         )  # fmt: skip
-    graph = chain(call, shape, 7)
-    assert [node.predecessors for node in graph.nodes] == [(), *((i,) for i in range(13))]
-    assert len({node.name for node in graph.nodes}) == 14
+        inputs = LaunchGraph.decode(opened.read(shape.inputs))
+    whole = chain(inputs, call, shape, 7)
+    assert [node.predecessors for node in whole.nodes] == [(), *((i,) for i in range(14))]
+    assert len({node.name for node in whole.nodes}) == 15 and whole.nodes[:1] == inputs.nodes
+    graph = LaunchGraph(whole.nodes[1:])
     offsets = [node.args[1].offset for node in graph.nodes[1::2] if isinstance(node.args[1], Pointer)]
     assert offsets == [inside.offset + i % 3 * 100 * 4096 for i in range(7)]
     for i, node in enumerate(graph.nodes):  # nothing else moves
@@ -343,9 +357,12 @@ def test_calls_in_flight_have_scratch_memory_of_their_own(
     with TuningPack(tmp_path / "p") as opened:
         shape = opened.manifest.shapes[0]
         tile, call = (LaunchGraph.decode(opened.read(c.graph)) for c in shape.cases[0].candidates)
-    assert [p for _, p in tile.nodes[-1].pointers() if p.region is Region.ARENA] == []
-    graph = chain(call, shape, 2 * SCRATCH_SLOTS)
-    places = [p.offset for node in graph.nodes for _, p in node.pointers() if p.region is Region.ARENA]
+        inputs = LaunchGraph.decode(opened.read(shape.inputs))
+    result = [p for _, p in tile.nodes[-1].pointers() if p.region is Region.ARENA]  # a tile has no scratch memory
+    assert len(result) == 1
+    graph = chain(inputs, call, shape, 2 * SCRATCH_SLOTS)
+    arena = [p for node in graph.nodes for _, p in node.pointers() if p.region is Region.ARENA]
+    places = [p.offset for p in arena if p not in result]
     assert places[0] == shape.scratch.offset and len(set(places)) == SCRATCH_SLOTS > 128
     assert places[SCRATCH_SLOTS:] == places[:SCRATCH_SLOTS]
     assert all(b - a >= 8 * 256 for a, b in pairwise(sorted(set(places))))  # eight programs of 64 rows
@@ -391,7 +408,7 @@ def rewritten(packed: Path, path: Path, change: Any, *, drop: str | None = None)
 
 
 CHANGES: dict[str, Any] = {
-    "format version 3": lambda raw: raw.update(format_version=3),
+    "format version 4": lambda raw: raw.update(format_version=4),
     "target cpu:x86-64-v3 is no GPU": lambda raw: raw.update(target="cpu:x86-64-v3"),
     "unknown target": lambda raw: raw.update(target="cuda:sm_1"),
     "peak is not positive": lambda raw: raw["peak"].update(flops_per_s=0),
@@ -664,7 +681,7 @@ def test_the_walk_on_the_command_line(
         "linear_add",
     ]
     assert main([*words, "--no-cache", "--jobs", "2"]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "2 shapes, 2 cases, 6 candidates, 8 binaries for cuda:sm_90a"
+    assert capsys.readouterr().out.splitlines()[1] == "2 shapes, 2 cases, 6 candidates, 10 binaries for cuda:sm_90a"
     FakeGpu.wrong = binaries(Path(path), WRONG)
     speed(Path(path), FAST, 4.0)
     assert main(["tune", "run", path, "-o", str(found)]) == 0

@@ -363,31 +363,17 @@ class GpuDevice:
         memory is short.
         """
 
-    def allocate_io(self, input_bytes: int, nbytes: int, step_sizes_offset: int = -1) -> None:
+    def allocate_io(self, nbytes: int, step_sizes_offset: int = -1) -> None:
         """
-        Allocate region io for each io set, on the device and pinned on the host. A step copies bytes
-        [0, input_bytes) to the device and [input_bytes, nbytes) back. If step_sizes_offset is not negative,
-        the int32[8] there are the step's sizes, of which submit writes the first three. Raises DeviceError.
-        """
-
-    def bind_io(self, inputs: Sequence[tuple[int, int, int, int]], outputs: Sequence[tuple[int, int, int, int]]) -> None:
-        """
-        Say how much of each io tensor a step uses, so that no more is copied: (offset, item_bytes, scalar,
-        extra) for item_bytes x (step_sizes[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in
-        ascending order of offsets. Without it a step copies all inputs and outputs. Raises DeviceError.
-        """
-
-    def bind_page_table(self, offset: int, row_bytes: int, context_lens: int, page_size: int) -> None:
-        """
-        Say where the page table lies among the inputs, and the int32 context length of each sequence: a step then
-        copies of each row only what its longest sequence uses, an int32 for every page_size positions. Raises
-        DeviceError.
+        Allocate region io on the device, and region host_io: for each io set as many bytes of host memory, which
+        graphs read and write where it lies. If step_sizes_offset is not negative, the int32[8] there are the
+        step's sizes, of which submit writes the first three. Raises DeviceError.
         """
 
     def view(self, region: str) -> memoryview:
         """
-        The host's bytes of region io, writable: set s begins at s times the region's size rounded up to 4096. It
-        may outlive the device. Raises DeviceError.
+        The host's memory of inputs and outputs (for region io: region host_io), writable: set s begins at s times
+        the region's size rounded up to 4096. It may outlive the device. Raises DeviceError.
         """
 
     def load_binary(self, name: str, data: bytes) -> None:
@@ -413,9 +399,8 @@ class GpuDevice:
 
     def submit(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int = 0) -> int:
         """
-        Queue a step behind those in flight and return its ticket: inputs of io set `io_set` to the device, the
-        graph, outputs back. Copies run beside the graphs of other steps. The set is the device's until
-        wait(ticket). Raises DeviceError.
+        Queue a step behind those in flight and return its ticket: a graph that reads its inputs from io set
+        `io_set` and writes its outputs there. The set is the device's until wait(ticket). Raises DeviceError.
         """
 
     def wait(self, ticket: int, seconds: float = float('inf')) -> bool:
@@ -443,7 +428,7 @@ class GpuDevice:
 
     def seal(self) -> None:
         """
-        From here on allocate, bind_io, load_weights, load_binary and load_graph raise DeviceError.
+        From here on allocate, allocate_io, load_weights, load_binary and load_graph raise DeviceError.
         """
 
     def counters(self) -> dict[str, int]:

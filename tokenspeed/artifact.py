@@ -41,9 +41,10 @@ NATIVE_LIBRARY = "native"
 """Library of the CPU kernels' symbols; its ABI number is that of the C++ module."""
 DEVICE_LIBRARY = "device"
 """What the symbols of GPU graphs belong to: the binaries of the artifact itself."""
-DEVICE_ABI = 1
+DEVICE_ABI = 2
 """What GPU kernels and runtime agree on beside their parameters: the io tensors and their meaning, the layout of KV
-pages, how step sizes reach a kernel. History: 1 (2026-11-29)."""
+pages, how step sizes reach a kernel. History: 2 (2026-11-29) a graph itself takes its inputs from region host_io and
+writes its outputs there. 1 (2026-11-29)."""
 
 MANIFEST = "manifest.json"
 DIGEST = "DIGEST"

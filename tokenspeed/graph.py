@@ -21,13 +21,18 @@ POINTER_ALIGNMENT = 4
 
 
 class Region(IntEnum):
-    """The five address ranges of a device; the numbers are those of the file format."""
+    """The address ranges of a device; the numbers are those of the file format.
+
+    HOST_IO is a GPU's alone: the host's memory of a step's inputs and outputs, laid out as IO, which kernels read and
+    write where it lies. A CPU has one memory: there a step's inputs and outputs are in IO.
+    """
 
     WEIGHTS = 0
     KV = 1
     ARENA = 2
     IO = 3
     STATE = 4
+    HOST_IO = 5
 
     def __str__(self) -> str:
         return self.name.lower()

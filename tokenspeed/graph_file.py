@@ -27,8 +27,9 @@ from tokenspeed.graph import (
 from tokenspeed.step import STEP_SCALARS
 
 MAGIC = b"TSLG"
-VERSION = 2
-"""History: 2 (2026-11-29) GPU nodes: binaries, launches, parameters of any size. 1 (2026-11-29) CPU nodes."""
+VERSION = 3
+"""History: 3 (2026-11-29) region host_io. 2 (2026-11-29) GPU nodes: binaries, launches, parameters of any size.
+1 (2026-11-29) CPU nodes."""
 _HEADER = struct.Struct("<4sHHIIIIIIIII20s")
 _SYMBOL = struct.Struct("<II")
 _NODE = struct.Struct("<8I")

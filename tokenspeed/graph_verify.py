@@ -25,7 +25,8 @@ def verify_graph(graph: LaunchGraph, region_sizes: Mapping[Region, int], kv_page
 
     Every access lies inside its region (in kv: inside one page of ``kv_page_stride`` bytes), weights are
     only read, edges point backwards, names are unique, and of two nodes that touch the same bytes, one of
-    them writing, one runs after the other. Raises ProgramError naming node and argument.
+    them writing, one runs after the other. A programmatic node may read region io before it waits, so none comes
+    right after a node that writes there. Raises ProgramError naming node and argument.
     """
     names: set[str] = set()
     for index, node in enumerate(graph.nodes):
@@ -43,6 +44,7 @@ def verify_graph(graph: LaunchGraph, region_sizes: Mapping[Region, int], kv_page
         for position, pointer in node.pointers():
             _check_pointer(f"node {node.name!r} arg {position}", pointer, region_sizes, kv_page_stride)
         _check_aliases(node)
+    _check_early_reads(graph)
     _check_order(graph)
 
 
@@ -82,6 +84,23 @@ def _check_aliases(node: Node) -> None:
                     f"node {node.name!r}: need args {i} and {j} apart or at one offset, have {a} and {b}: "
                     f"it would write what it still reads"
                 )
+
+
+def writes_inputs(node: Node) -> bool:
+    """Whether ``node`` writes to region io, where kernels read a step's inputs before they wait for others."""
+    return any(pointer.writes and pointer.region is Region.IO for _, pointer in node.pointers())
+
+
+def _check_early_reads(graph: LaunchGraph) -> None:
+    """Whoever starts right after inputs were written starts when all of them are there; the rest start after it."""
+    writers = {index for index, node in enumerate(graph.nodes) if node.launch is not None and writes_inputs(node)}
+    for node in graph.nodes:
+        if node.launch is not None and node.launch.programmatic and not writers.isdisjoint(node.predecessors):
+            before = graph.nodes[min(writers.intersection(node.predecessors))]
+            raise ProgramError(
+                f"node {node.name!r}: need a launch that is not programmatic after node {before.name!r}, which writes "
+                f"region io: a kernel may read there before it waits"
+            )
 
 
 def _check_order(graph: LaunchGraph) -> None:

@@ -7,8 +7,7 @@ An *adjustment* is what one sequence asks of its logits before it draws: penalti
 (most adjustments), ``B`` = S * MAX_LOGIT_BIAS (most biases of all), ``M`` = S (most token masks), ``W`` = words of a
 mask, ``C`` = rows of token_counts: S, or 1 where the envelope promises no penalties.
 A step fills the first num_tokens, num_seqs, num_logit_rows, num_adjustments, num_biases, num_masks entries; the rest
-is never read. What a small step uses of INPUTS lies close together, so that one copy brings it to a GPU: page tables
-come behind all that has an entry per token or row, and what few steps use comes last.
+is never read.
 """
 
 from __future__ import annotations
@@ -99,6 +98,10 @@ STEP_SCALARS: tuple[str, ...] = ("num_tokens", "num_seqs", "num_logit_rows")
 """The sizes of a step, in the order of ``enum StepScalar`` in kernels/native/abi.h."""
 STEP_COUNTS: tuple[str, ...] = (*STEP_SCALARS, "num_adjustments", "num_biases", "num_masks")
 """What step_sizes begins with."""
+COUNTED_BY: Mapping[str, tuple[int, int]] = {
+    "T": (0, 0), "S": (1, 0), "S+1": (1, 1), "R": (2, 0), "A": (3, 0), "A+1": (3, 1), "B": (4, 0), "M": (5, 0)
+}  # fmt: skip
+"""By the size of a tensor's first dimension: index into STEP_COUNTS of what a step uses of it, and how many more."""
 
 
 @dataclass(frozen=True)

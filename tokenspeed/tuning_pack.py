@@ -4,7 +4,7 @@ One ZIP file (docs/tuning.md), so that it travels as one:
 
     manifest.json           what is to be timed, for which target, with the digest of every other member
     DIGEST                  SHA-256 of manifest.json: the pack's identity
-    graphs/<digest>.tslg    LaunchGraphs of one call; ``chain`` repeats them
+    graphs/<digest>.tslg    LaunchGraphs: of one call, which ``chain`` repeats; of what comes before and after calls
     kernels/<name>.<suffix> GPU code objects (cubin, hsaco)
 
 A pack is untrusted input: every member is checked against the manifest before it is used.
@@ -22,7 +22,7 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -30,11 +30,12 @@ from tokenspeed.errors import ArtifactError, ResourceError, TargetError
 from tokenspeed.graph import Argument, LaunchGraph, Node, Pointer, Region
 from tokenspeed.target import Target
 
-FORMAT_VERSION = 2
-"""Of packs and of the results of a run. History: 1 (2026-11-29); 2 (2026-11-29): scratch memory of launches."""
+FORMAT_VERSION = 3
+"""Of packs and of the results of a run. History: 1 (2026-11-29); 2 (2026-11-29): scratch memory of launches;
+3 (2026-11-29): graphs that bring sizes in and results out."""
 MANIFEST, DIGEST = "manifest.json", "DIGEST"
-STEP_SIZES_BYTES = 16
-"""The sizes of the step, int32[4], are all that a pack's graphs read from region io, at its beginning."""
+STEP_SIZES_BYTES = 32
+"""The sizes of the step, int32[8], are all that a pack's graphs read from region io, at its beginning."""
 
 SCRATCH_SLOTS = 256
 """Calls of a chain that have scratch memory of their own before it starts anew. It is written before a launch has
@@ -91,8 +92,10 @@ class Case:
 class Shape:
     """One op of one shape: what a table finds entries by, but for M; the regions it needs, in bytes; its cases.
 
-    ``scratch`` is the part of region arena, if any, of which each call of a chain takes the next copy. The result lies
-    in region io, at ``result_offset``, in rows of ``result_row_bytes``.
+    ``scratch`` is the part of region arena, if any, of which each call of a chain takes the next copy. ``inputs`` is
+    the graph that brings the sizes of the step to region io, with which every chain begins. ``fetch`` is the one that
+    copies the result from region arena to region host_io: num_logit_rows rows of ``result_row_bytes``, to
+    ``result_offset``.
     """
 
     family: str
@@ -104,6 +107,8 @@ class Shape:
     io_bytes: int
     result_offset: int
     result_row_bytes: int
+    inputs: str
+    fetch: str
     rotation: Rotation
     scratch: Rotation
     cases: tuple[Case, ...]
@@ -114,7 +119,7 @@ class Shape:
     @property
     def region_sizes(self) -> dict[Region, int]:
         return {Region.WEIGHTS: self.weights_bytes, Region.KV: 0, Region.ARENA: self.arena_bytes,
-                Region.IO: self.io_bytes, Region.STATE: 0}  # fmt: skip
+                Region.IO: self.io_bytes, Region.STATE: 0, Region.HOST_IO: self.io_bytes}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -225,7 +230,10 @@ def _check(manifest: PackManifest) -> None:
             shape.result_offset < STEP_SIZES_BYTES
             or shape.result_offset + most * shape.result_row_bytes > shape.io_bytes
         ):
-            raise ValueError(f"the result of {shape} does not lie in its region io")
+            raise ValueError(f"the result of {shape} does not lie in its region host_io")
+        for graph in (shape.inputs, shape.fetch):
+            if graph not in manifest.files:
+                raise ValueError(f"the graph {graph} is no member")
         for case in shape.cases:
             if not case.rows or not case.repeats or case.repeats % r.copies:
                 raise ValueError(f"{shape} M={case.rows} repeats {case.repeats} times over {r.copies} copies")
@@ -339,10 +347,11 @@ class TuningPack:
 # --- chains of calls ------------------------------------------------------------------------------
 
 
-def chain(call: LaunchGraph, shape: Shape, repeats: int) -> LaunchGraph:
-    """``repeats`` of one call, each node after the one before it, as in a step: call i reads copy ``i % copies`` of
-    the cold operand, and likewise takes scratch memory."""
-    nodes: list[Node] = []
+def chain(inputs: LaunchGraph, call: LaunchGraph, shape: Shape, repeats: int) -> LaunchGraph:
+    """``inputs``, then ``repeats`` of one call, each node after the one before it, as in a step: call i reads copy
+    ``i % copies`` of the cold operand, and likewise takes scratch memory. The first node of the first call starts when
+    ``inputs`` has ended: it may read the sizes of the step before it waits."""
+    nodes = list(inputs.nodes)
     for i in range(repeats):
         for node in call.nodes:
             args = tuple(
@@ -350,7 +359,10 @@ def chain(call: LaunchGraph, shape: Shape, repeats: int) -> LaunchGraph:
                 for arg in node.args
             )
             before = (len(nodes) - 1,) if nodes else ()
-            nodes.append(Node(f"{node.name}/{i}", node.symbol, args, before, node.launch))
+            launch = node.launch
+            if launch is not None and len(nodes) == len(inputs.nodes):
+                launch = replace(launch, programmatic=False)
+            nodes.append(Node(f"{node.name}/{i}", node.symbol, args, before, launch))
     return LaunchGraph(tuple(nodes))
 
 

@@ -100,4 +100,5 @@ def region_sizes(section: TargetSection) -> dict[Region, int]:
         Region.ARENA: section.arena_bytes,
         Region.IO: section.io_bytes,
         Region.STATE: section.state_bytes,
+        Region.HOST_IO: section.io_bytes if Target.parse(section.target).is_gpu else 0,
     }

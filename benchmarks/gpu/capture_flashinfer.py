@@ -37,15 +37,15 @@ from tokenspeed.compile.build import build, resolve_envelope
 from tokenspeed.compile.capture_build import capture_calls, capture_problem
 from tokenspeed.compile.codegen import CompiledKernel, compile_kernels
 from tokenspeed.compile.dummy_weights import DummyCheckpoint
-from tokenspeed.compile.lower import Binary, LoweredTarget, lower_target, plan_target
+from tokenspeed.compile.lower import Binary, LoweredTarget, connected, lower_target, plan_target
 from tokenspeed.compile.models import build_program
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
-from tokenspeed.graph import Access, Argument, Int, Launch, LaunchGraph, Node, Pointer, Region
+from tokenspeed.graph import Access, Argument, Int, Launch, Node, Pointer, Region
 from tokenspeed.kernels.flashinfer_specs import flashinfer_specs
 from tokenspeed.kernels.registry import DeviceKernel, Registry
 from tokenspeed.kernels.triton_specs import triton_registry
 from tokenspeed.runtime.executor import IO_SET_ALIGNMENT
-from tokenspeed.step import OUTPUTS, align
+from tokenspeed.step import align
 from tokenspeed.target import Target
 
 TARGET = Target.parse("cuda:sm_90a")
@@ -137,7 +137,9 @@ class Attention:
         return chain
 
     def load(self, nodes: Sequence[Node]) -> int:
-        graph = LaunchGraph(tuple(replace(n, predecessors=(i - 1,) if i else ()) for i, n in enumerate(nodes)))
+        """The handle of the graph that brings a step's inputs to the device, then runs ``nodes`` in turn."""
+        head = next(iter(self.low.graphs.values())).nodes[0]
+        graph = connected([head, *nodes], [(i - 1,) if i else () for i in range(1 + len(nodes))])
         return int(self.device.load_graph(graph.encode(), self.shape.page_bytes))
 
     def node(self, name: str, kernel: DeviceKernel, grid: tuple[int, int, int], *args: Argument) -> Node:
@@ -288,7 +290,7 @@ def check_values(sides: Mapping[str, Attention], steps: Steps, pages: int) -> fl
             q, out = side.operands(bucket)
             rows, width = q.extent // (2 * side.shape.q_width), side.shape.q_width
             sizes, to = side.low.layout.step_sizes(), steps.placed["out_top_logprobs"]
-            target = Pointer(Region.IO, to.offset, 4 * PICKED, Access.WRITE)
+            target = Pointer(Region.HOST_IO, to.offset, 4 * PICKED, Access.WRITE)
             tables = [Pointer(Region.IO, steps.placed[n].offset, steps.placed[n].nbytes, Access.READ)
                       for n in ("page_table", "context_lens")]  # fmt: skip
             layer = Pointer(Region.KV, 0, side.shape.layer_bytes, Access.WRITE)
@@ -358,7 +360,7 @@ def steps_of(case: str, context: int) -> tuple[list[int], list[int]]:
 
 
 def lower(shape_folder: Path, cache: Path) -> tuple[dict[str, LoweredTarget], dict[str, bytes], Shape]:
-    """Both solutions lowered for the whole shape, with real binaries for attention alone, and these by name."""
+    """Both solutions lowered for the whole shape, with real binaries for attention and inputs, and these by name."""
     envelope = resolve_envelope(shape_folder, dummy_weights=0, flags={
         "targets": str(TARGET), "dtype": "bfloat16", "max_model_len": 8192, "max_num_seqs": 256,
         "max_prefill_tokens": 8192})  # fmt: skip
@@ -371,7 +373,7 @@ def lower(shape_folder: Path, cache: Path) -> tuple[dict[str, LoweredTarget], di
     for solution in SOLUTIONS:
         plan = plan_target(program, TARGET, limits, registry, split_positions=envelope.split_positions,
                            pinned={"paged_attention": solution})  # fmt: skip
-        mine = [kernel for kernel in plan.kernels if kernel.module.endswith(".attention")]
+        mine = [kernel for kernel in plan.kernels if kernel.module.endswith((".attention", ".stage"))]
         compiled = compile_kernels([(kernel, TARGET) for kernel in mine], cache=cache)
         real = {kernel: code for (kernel, _), code in compiled.items()}
         names = {k: Binary(real[k].name, real[k].threads, real[k].shared_bytes) if k in real else Binary("none", 32, 0)
@@ -404,8 +406,7 @@ def open_device(lowered: Mapping[str, LoweredTarget], binaries: Mapping[str, byt
     layout = lowered["triton"].layout
     device.allocate("arena", max(low.arena_bytes for low in lowered.values()))
     device.allocate("kv", pages * shape.page_bytes)
-    first_output = min(t.offset for t in layout.io if t.name in {tensor.name for tensor in OUTPUTS})
-    device.allocate_io(first_output, layout.io_bytes, 0)
+    device.allocate_io(layout.io_bytes, 0)
     for name, data in binaries.items():
         device.load_binary(name, data)
     return device

@@ -3,7 +3,7 @@ checks every value, streams a file of weights, and prints a table; --json PATH w
 
     python benchmarks/gpu/smoke_device.py --json /tmp/smoke.json [--weights-gib 4] [--nodes 300]
 
-Needs Triton (it compiles one kernel) and an NVIDIA GPU; neither torch nor numpy.
+Needs Triton (it compiles two kernels) and an NVIDIA GPU; neither torch nor numpy.
 """
 
 # mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
@@ -17,6 +17,7 @@ import struct
 import tempfile
 import time
 from collections import defaultdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,28 @@ def smoke(x, y, weights, step_sizes, add, scale, N: tl.constexpr, PDL: tl.conste
     tl.store(y + at, result, mask=mask)
 
 
+@triton.jit
+def bring(source, target, COUNT: tl.constexpr, N: tl.constexpr):
+    """target[:COUNT] = source[:COUNT]: the sizes and inputs of a step, from the host's memory."""
+    at = tl.program_id(0) * N + tl.arange(0, N)
+    tl.store(target + at, tl.load(source + at, mask=at < COUNT), mask=at < COUNT)
+
+
+def compile_bring(arch: int) -> Any:
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {"source": "*i32", "target": "*i32", "COUNT": "constexpr", "N": "constexpr"}
+    source = ASTSource(bring, types, {"COUNT": OUT // 4, "N": BLOCK}, {})
+    return triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 4})
+
+
+def bring_node() -> Node:
+    source, target = Pointer(Region.HOST_IO, 0, OUT, Access.READ), Pointer(Region.IO, 0, OUT, Access.WRITE)
+    launch = Launch("bring", (triton.cdiv(OUT // 4, BLOCK), 1, 1), (128, 1, 1))
+    return Node("inputs", "bring", (source, target, Int(0), Int(0)), (), launch)
+
+
 def compile_kernel(arch: int, pdl: bool) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -57,32 +80,33 @@ def compile_kernel(arch: int, pdl: bool) -> Any:
 
 
 def chain(binary: str, nodes: int, programmatic: bool, blocks: int) -> bytes:
-    """io in -> arena -> ... -> io out: node i adds i + weights[0], from one half of the arena to the other."""
+    """in -> arena -> ... -> the host's out: node i adds i + weights[0], from one half of the arena to the other."""
     half = MAX_ITEMS * 4
     size = blocks * BLOCK * 4
     launch = Launch(binary, (blocks, 1, 1), (128, 1, 1), programmatic=programmatic)
-    built = []
+    built = [bring_node()]
     for i in range(nodes):
         first, last = i == 0, i == nodes - 1
         x = Pointer(Region.IO, IN, size, Access.READ) if first else Pointer(
             Region.ARENA, (i % 2) * half, size, Access.READ)  # fmt: skip
-        y = Pointer(Region.IO, OUT, size, Access.WRITE) if last else Pointer(
+        y = Pointer(Region.HOST_IO, OUT, size, Access.WRITE) if last else Pointer(
             Region.ARENA, ((i + 1) % 2) * half, size, Access.WRITE)  # fmt: skip
         args = (x, y, Pointer(Region.WEIGHTS, 0, 4, Access.READ), Pointer(Region.IO, SIZES, 16, Access.READ),
                 Int(i, 4), Float(1.0, 4), Int(0), Int(0))  # fmt: skip
-        built.append(Node(f"node {i}", "smoke", args, (i - 1,) if i else (), launch))
+        early = replace(launch, programmatic=programmatic and not first)
+        built.append(Node(f"node {i}", "smoke", args, (i,), early))
     return LaunchGraph(tuple(built)).encode()
 
 
 def probe(binary: str, offsets: list[int]) -> bytes:
-    """Independent nodes: number k writes io in[0] + the int32 at weights offset k to io out[k]."""
+    """Nodes side by side: number k writes io in[0] + the int32 at weights offset k to out[k]."""
     x = Pointer(Region.IO, IN, 4, Access.READ)
     sizes = Pointer(Region.IO, SIZES, 16, Access.READ)
-    nodes = []
+    nodes = [bring_node()]
     for k, offset in enumerate(offsets):
-        y, w = Pointer(Region.IO, OUT + 4 * k, 4, Access.WRITE), Pointer(Region.WEIGHTS, offset, 4, Access.READ)
+        y, w = Pointer(Region.HOST_IO, OUT + 4 * k, 4, Access.WRITE), Pointer(Region.WEIGHTS, offset, 4, Access.READ)
         args = (x, y, w, sizes, Int(0, 4), Float(1.0, 4), Int(0), Int(0))
-        nodes.append(Node(f"probe {k}", "smoke", args, (), Launch(binary, (1, 1, 1), (128, 1, 1))))
+        nodes.append(Node(f"probe {k}", "smoke", args, (0,), Launch(binary, (1, 1, 1), (128, 1, 1))))
     return LaunchGraph(tuple(nodes)).encode()
 
 
@@ -170,7 +194,7 @@ def main() -> None:
             seconds = stream_weights(other, path, size, threads, piece)
             figures[f"weights {threads} threads x {piece} MiB GB/s"] = size / seconds * 1e-9
             other.close()
-        run(options.nodes, kernels, path, size, figures)
+        run(options.nodes, kernels, compile_bring(arch), path, size, figures)
     finally:
         path.unlink()
 
@@ -180,7 +204,7 @@ def main() -> None:
         options.json.write_text(json.dumps(figures, indent=1))
 
 
-def run(nodes: int, kernels: dict[bool, Any], path: Path, size: int, figures: dict[str, float]) -> None:
+def run(nodes: int, kernels: dict[bool, Any], bringing: Any, path: Path, size: int, figures: dict[str, float]) -> None:
     begin = time.perf_counter()
     device = _native.GpuDevice("cuda", 0, io_sets=2)
     figures["open ms"] = (time.perf_counter() - begin) * 1e3
@@ -189,7 +213,8 @@ def run(nodes: int, kernels: dict[bool, Any], path: Path, size: int, figures: di
     free, total = device.memory()
     device.allocate("kv", (free - (2 << 30)) // (1 << 21) * (1 << 21))
     device.allocate("state", 4096)
-    device.allocate_io(OUT, IO_BYTES, SIZES)
+    device.allocate_io(IO_BYTES, SIZES)
+    device.load_binary("bring", bringing.asm["cubin"])
     for pdl, kernel in kernels.items():
         device.load_binary(f"smoke_{int(pdl)}", kernel.asm["cubin"])
     graphs = {}
@@ -211,7 +236,7 @@ def run(nodes: int, kernels: dict[bool, Any], path: Path, size: int, figures: di
         label = f"{nodes} nodes x {blocks} blocks, {'programmatic' if pdl else 'plain'}"
         figures[f"{label}: us per node"] = step / nodes * 1e6
         figures[f"{label}: us to submit"] = submit * 1e6
-        times = [seconds for _, seconds in device.profile(graph, 1, 1, 1, 0)]
+        times = [seconds for _, seconds in device.profile(graph, 1, 1, 1, 0)[1:]]
         figures[f"{label}: us per node, profile"] = statistics.median(times) * 1e6
     summed: defaultdict[str, float] = defaultdict(float)
     for what, _, seconds, _ in device.spans():

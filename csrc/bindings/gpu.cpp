@@ -99,23 +99,6 @@ void allocate(GpuDevice& device, std::string_view region, uint64_t nbytes) {
   device.allocate(region_by_name(region), nbytes);
 }
 
-using ExtentTuple = std::tuple<uint64_t, uint64_t, int, uint64_t>;
-
-std::vector<IoExtent> extents_of(const std::vector<ExtentTuple>& tuples) {
-  std::vector<IoExtent> extents;
-  for (const auto& [offset, item_bytes, scalar, extra] : tuples) extents.push_back({offset, item_bytes, scalar, extra});
-  return extents;
-}
-
-void bind_io(GpuDevice& device, const std::vector<ExtentTuple>& inputs, const std::vector<ExtentTuple>& outputs) {
-  device.bind_io(extents_of(inputs), extents_of(outputs));
-}
-
-void bind_page_table(GpuDevice& device, uint64_t offset, uint64_t row_bytes, uint64_t context_lens,
-                     int32_t page_size) {
-  device.bind_page_table({offset, row_bytes, context_lens, page_size});
-}
-
 nb::object view_of(const GpuDevice& device, std::string_view name) {
   if (region_by_name(name) != RegionKind::Io) {
     throw DeviceError("region " + std::string(name) + " is in the GPU's memory: only io can be viewed");
@@ -191,21 +174,13 @@ void bind_gpu_device(nb::module_& m) {
       .def("allocate", &allocate, "region"_a, "nbytes"_a, Release(),
            "Allocate region kv, arena or state; zeroed, but for kv. Raises DeviceError, saying what to change when\n"
            "memory is short.")
-      .def("allocate_io", &GpuDevice::allocate_io, "input_bytes"_a, "nbytes"_a, "step_sizes_offset"_a = -1, Release(),
-           "Allocate region io for each io set, on the device and pinned on the host. A step copies bytes\n"
-           "[0, input_bytes) to the device and [input_bytes, nbytes) back. If step_sizes_offset is not negative,\n"
-           "the int32[8] there are the step's sizes, of which submit writes the first three. Raises DeviceError.")
-      .def("bind_io", &bind_io, "inputs"_a, "outputs"_a,
-           "Say how much of each io tensor a step uses, so that no more is copied: (offset, item_bytes, scalar,\n"
-           "extra) for item_bytes x (step_sizes[scalar] + extra) bytes, or item_bytes x extra for scalar -1, in\n"
-           "ascending order of offsets. Without it a step copies all inputs and outputs. Raises DeviceError.")
-      .def("bind_page_table", &bind_page_table, "offset"_a, "row_bytes"_a, "context_lens"_a, "page_size"_a,
-           "Say where the page table lies among the inputs, and the int32 context length of each sequence: a step then\n"
-           "copies of each row only what its longest sequence uses, an int32 for every page_size positions. Raises\n"
-           "DeviceError.")
+      .def("allocate_io", &GpuDevice::allocate_io, "nbytes"_a, "step_sizes_offset"_a = -1, Release(),
+           "Allocate region io on the device, and region host_io: for each io set as many bytes of host memory, which\n"
+           "graphs read and write where it lies. If step_sizes_offset is not negative, the int32[8] there are the\n"
+           "step's sizes, of which submit writes the first three. Raises DeviceError.")
       .def("view", &view_of, "region"_a, nb::sig("def view(self, region: str) -> memoryview"),
-           "The host's bytes of region io, writable: set s begins at s times the region's size rounded up to 4096. It\n"
-           "may outlive the device. Raises DeviceError.")
+           "The host's memory of inputs and outputs (for region io: region host_io), writable: set s begins at s times\n"
+           "the region's size rounded up to 4096. It may outlive the device. Raises DeviceError.")
       .def("load_binary", &load_binary, "name"_a, "data"_a,
            "Load a code object (cubin or hsaco), which graphs name by `name`. Several threads may do so at once.\n"
            "Raises GraphError when it is damaged or for another GPU, DeviceError.")
@@ -219,9 +194,8 @@ void bind_gpu_device(nb::module_& m) {
            "and the seconds that binaries and graphs took. Raises the error of the first file that has one; a\n"
            "GraphError begins with its label.")
       .def("submit", &submit, "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_set"_a = 0,
-           "Queue a step behind those in flight and return its ticket: inputs of io set `io_set` to the device, the\n"
-           "graph, outputs back. Copies run beside the graphs of other steps. The set is the device's until\n"
-           "wait(ticket). Raises DeviceError.")
+           "Queue a step behind those in flight and return its ticket: a graph that reads its inputs from io set\n"
+           "`io_set` and writes its outputs there. The set is the device's until wait(ticket). Raises DeviceError.")
       .def("wait", &GpuDevice::wait, "ticket"_a, "seconds"_a = std::numeric_limits<double>::infinity(), Release(),
            "True when the step of `ticket`, and all before it, are done; False if they are not after `seconds`, in\n"
            "which the device is asked again and again. Raises DeviceLostError.")
@@ -235,7 +209,7 @@ void bind_gpu_device(nb::module_& m) {
       .def("profile", &profile, "graph"_a, "num_tokens"_a, "num_seqs"_a, "num_logit_rows"_a, "io_set"_a = 0, Release(),
            "Run one step node by node and return (node name, seconds) for each, in order. Raises DeviceError.")
       .def("seal", &GpuDevice::seal, Release(),
-           "From here on allocate, bind_io, load_weights, load_binary and load_graph raise DeviceError.")
+           "From here on allocate, allocate_io, load_weights, load_binary and load_graph raise DeviceError.")
       .def("counters", &counters_of, nb::sig("def counters(self) -> dict[str, int]"),
            "What the device has done so far: steps, nodes, graphs_loaded, modules_loaded, graph_instantiations,\n"
            "captures, compilations, regions_allocated, bytes_allocated; since seal(): graphs_loaded_after_seal,\n"

@@ -90,6 +90,7 @@ void CpuDevice::allocate(RegionKind kind, uint64_t nbytes) {
   require_open();
   require_unsealed(std::string("allocate region ") + region_name(kind));
   if (kind == RegionKind::Weights) throw DeviceError("region weights is filled from a file: use load_weights");
+  if (kind == RegionKind::HostIo) throw DeviceError("region host_io is a GPU's: use io, which a CPU has beside it");
   require_new(kind);
   keep_region(kind, std::make_shared<Region>(std::string("region ") + region_name(kind), nbytes));
 }

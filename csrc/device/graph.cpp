@@ -40,7 +40,7 @@ struct ArgRecord {
 static_assert(sizeof(Header) == 64 && sizeof(NameRecord) == 8 && sizeof(NodeRecord) == 32 &&
               sizeof(LaunchRecord) == 48 && sizeof(ArgRecord) == 32);
 
-constexpr uint16_t kVersion = 2;
+constexpr uint16_t kVersion = 3;
 constexpr uint32_t kProgrammatic = 1;
 constexpr uint8_t kAddress = 5;  // kind of a record
 constexpr uint64_t kAddressBytes = 8;
@@ -179,7 +179,7 @@ class Reader {
                        number(kVersion) + ": build the artifact with this version of TokenSpeed");
     }
     if (header_.header_bytes != sizeof(Header) || !all_zero(header_.zero, sizeof(header_.zero))) {
-      damaged("its header is not that of version 2");
+      damaged("its header is not that of version 3");
     }
     if (header_.total_bytes != bytes_.size()) {
       damaged("it says that it has " + number(header_.total_bytes) + " bytes, but there are " + number(bytes_.size()));

@@ -14,7 +14,7 @@
 namespace tokenspeed::device {
 namespace {
 
-constexpr const char* kNames[kNumRegions] = {"weights", "kv", "arena", "io", "state"};
+constexpr const char* kNames[kNumRegions] = {"weights", "kv", "arena", "io", "state", "host_io"};
 constexpr const char* kAdvice = ": lower max_model_len, max_num_seqs or the number of pages, or free memory";
 constexpr uint64_t kUnknown = std::numeric_limits<uint64_t>::max();
 

@@ -7,13 +7,14 @@
 
 namespace tokenspeed::device {
 
-// The numbers are those of LaunchGraph arguments.
-enum class RegionKind : uint8_t { Weights = 0, Kv = 1, Arena = 2, Io = 3, State = 4 };
-inline constexpr uint32_t kNumRegions = 5;
+// The numbers are those of LaunchGraph arguments. HostIo is a GPU's alone: the host's memory of a step's inputs and
+// outputs, which the GPU reads and writes where it lies.
+enum class RegionKind : uint8_t { Weights = 0, Kv = 1, Arena = 2, Io = 3, State = 4, HostIo = 5 };
+inline constexpr uint32_t kNumRegions = 6;
 
 const char* region_name(RegionKind kind) noexcept;
 
-// Throws DeviceError for a name that is none of weights, kv, arena, io, state.
+// Throws DeviceError for a name that is none of weights, kv, arena, io, state, host_io.
 RegionKind region_by_name(std::string_view name);
 
 // A range of addresses that stays the same as long as the region lives.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -272,7 +273,7 @@ def interpreted(kernel: DeviceKernel, sizes: Sequence[int]) -> tuple[DeviceKerne
     On the device both walk K in steps of one instruction, which ``tokenspeed tune run`` compares
     bit by bit; that these compile, and what they are made of, is tested by tests/interpreted/test_linear_wide.py.
     """
-    constants = dict(kernel.constants)
+    constants: dict[str, Any] = dict(kernel.constants)
     n, rows, block_m, block_n = (int(constants[name]) for name in ("N", "ROWS", "BLOCK_M", "BLOCK_N"))
     tiles = -(-n // block_n) * -(-sizes[rows] // block_m)
     for own in ("STAGES", "CONSUMERS", "EARLY"):

@@ -123,7 +123,7 @@ inline void run_add(void** p) {
 }
 inline const std::vector<size_t> kAddSizes = {8, 8, 8, 4, 4};
 
-// Region io of the tests: step sizes, 64 inputs, 64 outputs.
+// An io set of the tests: step sizes, 64 inputs, 64 outputs.
 inline constexpr uint64_t kIn = 64, kInputBytes = kIn + 256, kIoBytes = kInputBytes + 256, kStride = 4096;
 
 inline TestArg small_int(int32_t value) {
@@ -140,7 +140,7 @@ inline TestArg small_float(float value) {
 inline TestNode add_node(const std::string& name, TestArg x, TestArg y, int32_t add, float scale,
                          std::vector<uint32_t> after, uint32_t flags = 0) {
   TestNode node{name, 0,
-                {x, y, pointer_arg(RegionKind::Io, 0, 16, kAccessRead), small_int(add), small_float(scale)},
+                {x, y, pointer_arg(RegionKind::HostIo, 0, 16, kAccessRead), small_int(add), small_float(scale)},
                 std::move(after)};
   node.launch.flags = flags;
   return node;
@@ -148,8 +148,8 @@ inline TestNode add_node(const std::string& name, TestArg x, TestArg y, int32_t 
 
 // y = (x * 2 + 1) * 1 + 10, by way of the arena; the second node is programmatic if `flags` says so.
 inline TestGraph two_nodes(uint32_t flags = 0) {
-  const TestArg x = pointer_arg(RegionKind::Io, kIn, 256, kAccessRead);
-  const TestArg y = pointer_arg(RegionKind::Io, kInputBytes, 256, kAccessWrite);
+  const TestArg x = pointer_arg(RegionKind::HostIo, kIn, 256, kAccessRead);
+  const TestArg y = pointer_arg(RegionKind::HostIo, kInputBytes, 256, kAccessWrite);
   TestGraph graph{{"add"},
                   {add_node("double", x, pointer_arg(RegionKind::Arena, 512, 256, kAccessWrite), 1, 2.0f, {}),
                    add_node("shift", pointer_arg(RegionKind::Arena, 512, 256, kAccessRead), y, 10, 1.0f, {0}, flags)}};
@@ -164,7 +164,7 @@ struct Ready {
     driver.kernel("add", run_add, kAddSizes);
     device = std::make_unique<GpuDevice>(backend, 0, GpuOptions{2, 0, driver.path, close_seconds});
     device->allocate(RegionKind::Arena, 4096);
-    device->allocate_io(kInputBytes, kIoBytes, 0);
+    device->allocate_io(kIoBytes, 0);
     device->load_binary("kernels", code_object(backend, "add"));
     graph = device->load_graph(two_nodes().encode(), 0);
   }

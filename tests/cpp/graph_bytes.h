@@ -96,7 +96,7 @@ struct TestGraph {
     const uint32_t counts[] = {static_cast<uint32_t>(out.size()),     static_cast<uint32_t>(symbols.size()),
                                static_cast<uint32_t>(binaries.size()), static_cast<uint32_t>(nodes.size()),
                                num_args, num_edges, static_cast<uint32_t>(strings.size())};
-    std::memcpy(out.data(), "TSLG\2\0\x40\0", 8);
+    std::memcpy(out.data(), "TSLG\3\0\x40\0", 8);
     std::memcpy(out.data() + 8, counts, sizeof(counts));
     std::memcpy(out.data() + 40, &data_bytes, 4);
     reseal(out);

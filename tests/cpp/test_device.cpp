@@ -481,6 +481,7 @@ TEST(wrong_calls_say_what_is_wrong) {
                  "a step's inputs need 2048 bytes"));
   CHECK(contains(error_of([&] { d.device.wait(99); }), "ticket 99 was never given out: the last one is 0"));
   CHECK(contains(error_of([&] { d.device.region(RegionKind::State); }), "region state is not allocated"));
+  CHECK(contains(error_of([&] { d.device.allocate(RegionKind::HostIo, 64); }), "region host_io is a GPU's: use io"));
   CHECK(contains(error_of([&] { d.device.allocate(RegionKind::Io, 64); }),
                  "region io is allocated already with 65536"));
 }

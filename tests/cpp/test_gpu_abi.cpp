@@ -59,7 +59,7 @@ static_assert(gpu::is_sticky(hipErrorRuntimeOther) && !gpu::is_sticky(hipErrorOu
 
 static_assert(hipStreamNonBlocking == gpu::kStreamNonBlocking && hipEventBlockingSync == gpu::kEventBlockingSync);
 static_assert(hipEventDisableTiming == gpu::kEventDisableTiming && hipEventDefault == gpu::kEventTiming);
-static_assert(hipHostRegisterDefault == 0 && hipMemcpyHostToDevice == 1);
+static_assert(hipHostRegisterPortable == gpu::kHostPortable && hipHostRegisterMapped == gpu::kHostMapped);
 
 }  // namespace
 
@@ -94,16 +94,7 @@ using gpu::cuda::MemAccessDesc;
 using gpu::cuda::MemAllocationProp;
 using CudaKernel = gpu::cuda::KernelNodeParams;
 
-static_assert(sizeof(gpu::cuda::Copy2D) == sizeof(CUDA_MEMCPY2D));
-SAME_FIELD(gpu::cuda::Copy2D, src_type, CUDA_MEMCPY2D, srcMemoryType);
-SAME_FIELD(gpu::cuda::Copy2D, src_host, CUDA_MEMCPY2D, srcHost);
-SAME_FIELD(gpu::cuda::Copy2D, src_pitch, CUDA_MEMCPY2D, srcPitch);
-SAME_FIELD(gpu::cuda::Copy2D, dst_type, CUDA_MEMCPY2D, dstMemoryType);
-SAME_FIELD(gpu::cuda::Copy2D, dst_device, CUDA_MEMCPY2D, dstDevice);
-SAME_FIELD(gpu::cuda::Copy2D, dst_pitch, CUDA_MEMCPY2D, dstPitch);
-SAME_FIELD(gpu::cuda::Copy2D, width, CUDA_MEMCPY2D, WidthInBytes);
-SAME_FIELD(gpu::cuda::Copy2D, height, CUDA_MEMCPY2D, Height);
-static_assert(CU_MEMORYTYPE_HOST == gpu::cuda::kMemoryHost && CU_MEMORYTYPE_DEVICE == gpu::cuda::kMemoryDevice);
+static_assert(CU_MEMHOSTREGISTER_PORTABLE == gpu::kHostPortable && CU_MEMHOSTREGISTER_DEVICEMAP == gpu::kHostMapped);
 
 static_assert(sizeof(CudaKernel) == sizeof(CUDA_KERNEL_NODE_PARAMS_v2) &&
               sizeof(CudaKernel) == sizeof(CUDA_KERNEL_NODE_PARAMS_v3));

@@ -65,13 +65,6 @@ int number_in(const std::string& line, const std::string& key) {
   return at == std::string::npos ? -1 : std::stoi(line.substr(at + key.size()));
 }
 
-std::function<void()> while_running;  // called by the kernel of the test below, once
-
-void run_add_watched(void** p) {
-  if (const auto watch = std::exchange(while_running, nullptr)) watch();
-  run_add(p);
-}
-
 }  // namespace
 
 TEST(devices_are_listed) {
@@ -95,12 +88,12 @@ TEST(steps_give_results) {
     r.output(1)[5] = -7;
     r.device->wait(r.device->submit(r.graph, {5, 3, 2}, 1));
     for (int i = 0; i < 5; ++i) CHECK(r.output(1)[i] == (100 + i) * 2 + 11);
-    CHECK(r.output(1)[5] == 0);  // region io is cleared, and all outputs come back
+    CHECK(r.output(1)[5] == -7 && r.output(0)[0] == 0);  // nothing but what the graph writes
     const auto* sizes = reinterpret_cast<const int32_t*>(r.device->host_io()->data() + kStride);
     CHECK(sizes[0] == 5 && sizes[1] == 3 && sizes[2] == 2 && sizes[3] == 0);
     const GpuCounters c = r.device->counters(false), sealed = r.device->counters(true);
     CHECK(c.steps == 1 && c.nodes == 2 && c.graphs_loaded == 1 && c.modules_loaded == 1);
-    CHECK(c.graph_instantiations == 2 && c.regions_allocated == 2 && c.bytes_allocated == 4096 + 2 * kStride);
+    CHECK(c.graph_instantiations == 2 && c.regions_allocated == 2 && c.bytes_allocated == 4096 + kIoBytes);
     CHECK(sealed.steps == 1 && sealed.graphs_loaded + sealed.modules_loaded + sealed.graph_instantiations == 0);
     CHECK(sealed.regions_allocated == 0 && sealed.refused == 0);
   }
@@ -135,184 +128,78 @@ TEST(a_step_is_these_calls) {
     r.device->seal();
     const size_t before = r.driver.log().size();
     const Ticket ticket = r.device->submit(r.graph, {1, 1, 1}, 0);
-    Lines calls = lines_from(r.driver.log(), before);
-    CHECK(calls.size() == 9 && calls[0] == "context_current");  // all that the driver hears of, in this order
-    calls.erase(calls.begin());
-    const int inputs = number_in(calls[0], "stream="), main = number_in(calls[3], "stream="),
-              outputs = number_in(calls[6], "stream="), staged = number_in(calls[1], "event="),
-              ran = number_in(calls[4], "event="), done = number_in(calls[7], "event=");
-    CHECK((std::set{inputs, main, outputs}.size() == 3 && std::set{staged, ran, done}.size() == 3));
-    const auto record = [](int event, int stream) {
-      return "event_record event=" + std::to_string(event) + " stream=" + std::to_string(stream);
-    };
-    const auto wait = [](int stream, int event) {
-      return "stream_wait stream=" + std::to_string(stream) + " event=" + std::to_string(event);
-    };
-    CHECK(contains(calls[0], "copy_to_device bytes=" + std::to_string(kInputBytes) + " stream="));
-    CHECK(calls[1] == record(staged, inputs) && calls[2] == wait(main, staged));
-    CHECK(contains(calls[3], "graph_launch exec="));
-    CHECK(calls[4] == record(ran, main) && calls[5] == wait(outputs, ran));
-    CHECK(contains(calls[6], "copy_to_host bytes=256 stream=") && calls[7] == record(done, outputs));
+    const Lines calls = lines_from(r.driver.log(), before);
+    CHECK(calls.size() == 3 && calls[0] == "context_current");  // all that the driver hears of, in this order
+    CHECK(contains(calls[1], "graph_launch exec=") && contains(calls[2], "event_record event="));
+    CHECK(number_in(calls[1], "stream=") == number_in(calls[2], "stream="));
     r.device->wait(ticket);
   }
 }
 
-// Each stream is moved by hand, piece by piece: what cannot move has to wait for another.
-TEST(copies_run_beside_graphs) {
+namespace {
+
+// "stage": copies the step's sizes and inputs.
+void run_stage(void** p) { std::memcpy(*static_cast<void**>(p[1]), *static_cast<void**>(p[0]), kInputBytes); }
+
+// As two_nodes, but with sizes and inputs that a node of its own brings to region io first.
+TestGraph staged_nodes() {
+  TestGraph graph = two_nodes();
+  for (TestNode& node : graph.nodes) {
+    node.symbol = 0;
+    node.args[2].region = static_cast<uint8_t>(RegionKind::Io);
+    for (uint32_t& edge : node.edges) ++edge;
+  }
+  graph.nodes[0].args[0].region = static_cast<uint8_t>(RegionKind::Io);
+  graph.nodes[0].edges = {0};
+  const TestArg from = pointer_arg(RegionKind::HostIo, 0, kInputBytes, kAccessRead);
+  const TestArg to = pointer_arg(RegionKind::Io, 0, kInputBytes, kAccessWrite);
+  graph.nodes.insert(graph.nodes.begin(), TestNode{"inputs", 1, {from, to}, {}});
+  graph.symbols.emplace_back("stage");
+  return graph;
+}
+
+}  // namespace
+
+// Both graphs are queued before either runs: each takes its own set's inputs when its turn comes.
+TEST(inputs_of_a_step_pass_through_the_one_region_io) {
   for (const Backend backend : kBackends) {
     Ready r(backend);
-    r.driver.kernel("add", run_add_watched, kAddSizes);
-    r.device->seal();
-    for (int i = 0; i < 2; ++i) r.input(i)[0] = 1 + i;
+    r.driver.kernel("stage", run_stage, {8, 8});
+    r.device->load_binary("staged", code_object(backend, "add stage"));
+    TestGraph graph = staged_nodes();
+    graph.binaries = {"staged"};
     const size_t before = r.driver.log().size();
-    const Ticket first = r.device->submit(r.graph, {1, 1, 1}, 0);
-    const auto stream_of = [&](const char* entry) { return number_in(r.driver.lines({entry}, before)[0], "stream="); };
-    const int inputs = stream_of("copy_to_device"), main = stream_of("graph_launch"),
-              outputs = stream_of("copy_to_host");
-    const Ticket second = r.device->submit(r.graph, {1, 1, 1}, 1);
-    // The input of either set on the device, as the nodes' parameters have it.
-    const auto on_device = [&](size_t node) {
-      const std::string hex = params_of(r.driver.lines({"add_kernel"})[node])[0];
-      uint64_t address = 0;
-      for (size_t i = 16; i > 0; i -= 2) address = address << 8 | std::stoul(hex.substr(i - 2, 2), nullptr, 16);
-      return reinterpret_cast<const int32_t*>(address);
-    };
-    const int32_t *x0 = on_device(0), *x1 = on_device(2);
-    CHECK(reinterpret_cast<uint64_t>(x1) - reinterpret_cast<uint64_t>(x0) == kStride);
-
-    CHECK(!r.driver.work(main) && !r.driver.work(outputs) && x0[0] == 0);  // no graph before its inputs
-    CHECK(r.driver.work(inputs) && x0[0] == 1 && x1[0] == 0);
-    CHECK(r.driver.work(main) && !r.driver.work(outputs));
-    bool copied = false;
-    while_running = [&] { copied = r.driver.work(inputs) && x0[0] == 1 && x1[0] == 2; };
-    CHECK(r.driver.work(main) && copied);  // the second step's inputs came while the first one's graph ran
-    CHECK(r.output(0)[0] == 0);
-    CHECK(r.driver.work(main));
-    copied = false;
-    while_running = [&] { copied = r.driver.work(outputs) && r.driver.work(outputs) && r.output(0)[0] == 13; };
-    CHECK(r.driver.work(main) && copied);  // and its outputs went while the second one's did
-    CHECK(r.output(1)[0] == 0);
+    const int handle = r.device->load_graph(graph.encode(), 0);
+    r.device->seal();
+    for (int set = 0; set < 2; ++set) r.input(set)[0] = 1 + set;
+    const Ticket first = r.device->submit(handle, {1, 1, 1}, 0), second = r.device->submit(handle, {1, 1, 1}, 1);
+    const int stream = number_in(r.driver.lines({"graph_launch"}, before)[0], "stream=");
+    CHECK(r.driver.work(stream) && r.output(0)[0] == 13 && r.output(1)[0] == 0);
     r.device->wait(first);
-    r.input(0)[0] = 3;  // the first set is free, though the second step's outputs are still to come
-    const Ticket third = r.device->submit(r.graph, {1, 1, 1}, 0);
-    CHECK(r.driver.work(inputs) && x0[0] == 3 && x1[0] == 2 && r.output(1)[0] == 0);
-    r.device->wait(second);
-    CHECK(r.output(1)[0] == 15 && r.output(0)[0] == 13);
+    r.input(0)[0] = 5;  // the first set is free, while the second step is still to come
+    const Ticket third = r.device->submit(handle, {1, 1, 1}, 0);
     r.device->wait(third);
-    CHECK(r.output(0)[0] == 17 && r.output(1)[0] == 15);
+    CHECK(r.output(1)[0] == 15 && r.output(0)[0] == 21);
+    r.device->wait(second);
+    const Lines nodes = r.driver.lines({"add_kernel"}, before);
+    CHECK(nodes.size() == 6);
+    const Lines one = params_of(nodes[0]), other = params_of(nodes[3]);
+    CHECK(one[0] != other[0] && one[1] == other[1]);  // of each set the host's memory, and of both the one region io
   }
 }
 
-TEST(a_step_copies_what_its_own_counts_say) {
+TEST(memory_of_io_is_mapped) {
   for (const Backend backend : kBackends) {
+    Ready r(backend);
+    const Lines registered = r.driver.lines({"host_register"});
+    CHECK(registered.size() == 1 && contains(registered[0], " flags=3"));
+    CHECK((r.driver.lines({"host_address"}) == Lines{"host_address flags=0"}));
     const Double driver(backend);
     GpuDevice device(backend, 0, GpuOptions{2, 0, driver.path});
-    driver.kernel("nothing", nullptr, {});
-    device.load_binary("kernels", code_object(backend, "nothing"));
-    constexpr uint64_t kMiB = 1 << 20;
-    device.allocate_io(4 * kMiB, 5 * kMiB, 0);
-    TestGraph graph{{"nothing"}, {{"n", 0, {}, {}}}};
-    graph.binaries = {"kernels"};
-    const int handle = device.load_graph(graph.encode(), 0);
-    device.bind_io({{0, 32, -1, 1}, {kMiB, 8, 4, 0}, {3 * kMiB, 512, 5, 0}}, {});
-    device.seal();
-    const auto copies = [&](int set, int32_t biases, int32_t masks) {
-      std::byte* host = device.host_io()->data() + (set == 0 ? 0 : (5 * kMiB + 4095) / 4096 * 4096);
-      const std::array<int32_t, 8> counts = {-1, -1, -1, 7, biases, masks, 0, 0};
-      std::memcpy(host, counts.data(), sizeof(counts));
-      const size_t before = driver.log().size();
-      device.wait(device.submit(handle, {10, 2, 3}, set));
-      CHECK(std::memcmp(host, std::array<int32_t, 4>{10, 2, 3, 7}.data(), 16) == 0);
-      Lines bytes;
-      for (const std::string& line : driver.lines({"copy_to_device"}, before)) {
-        bytes.push_back(line.substr(0, line.find(" stream")));
-      }
-      return bytes;
-    };
-    CHECK((copies(0, 0, 0) == Lines{"copy_to_device bytes=32"}));
-    CHECK((copies(1, 3, 0) == Lines{"copy_to_device bytes=32", "copy_to_device bytes=24"}));
-    CHECK((copies(0, 1, 2) == Lines{"copy_to_device bytes=32", "copy_to_device bytes=8", "copy_to_device bytes=1024"}));
-    for (const int32_t beyond : {1 << 20, -1}) {
-      CHECK(contains(error_of([&] { copies(0, beyond, 0); }), "x 8 bytes at offset 1048576 of region io, which is not"));
-    }
-  }
-}
-
-TEST(a_step_copies_what_it_uses) {
-  for (const Backend backend : kBackends) {
-    const Double driver(backend);
-    GpuDevice device(backend, 0, GpuOptions{1, 0, driver.path});
-    driver.kernel("nothing", nullptr, {});
-    device.load_binary("kernels", code_object(backend, "nothing"));
-    constexpr uint64_t kMiB = 1 << 20;
-    device.allocate_io(4 * kMiB, 5 * kMiB, 0);
-    TestGraph graph{{"nothing"}, {{"n", 0, {}, {}}}};
-    graph.binaries = {"kernels"};
-    const int handle = device.load_graph(graph.encode(), 0);
-    // Sizes, tokens, one per sequence and one more far behind, rows; two outputs of 8 bytes per row.
-    device.bind_io({{0, 16, -1, 1}, {64, 4, 0, 0}, {kMiB, 512, 1, 1}, {3 * kMiB, 4, 2, 0}},
-                   {{4 * kMiB, 8, 2, 0}, {4 * kMiB + 4096, 8, 2, 0}});
-    device.seal();
-    const auto copies = [&](StepSizes sizes) {
-      const size_t before = driver.log().size();
-      device.wait(device.submit(handle, sizes, 0));
-      Lines bytes;
-      for (const std::string& line : driver.lines({"copy_to_device", "copy_to_host"}, before)) {
-        bytes.push_back(line.substr(0, line.find(" stream")));
-      }
-      return bytes;
-    };
-    CHECK((copies({10, 2, 3}) == Lines{"copy_to_device bytes=104", "copy_to_device bytes=1536",
-                                       "copy_to_device bytes=12", "copy_to_host bytes=4120"}));
-    CHECK((copies({0, 0, 0}) == Lines{"copy_to_device bytes=16", "copy_to_device bytes=512"}));
-    CHECK(contains(error_of([&] { device.submit(handle, {1, 100000, 1}, 0); }),
-                   "a step uses 100001 x 512 bytes at offset 1048576 of region io, which is not within [0, 4194304)"));
-    CHECK((copies({1, 1, 1}) == Lines{"copy_to_device bytes=68", "copy_to_device bytes=1024", "copy_to_device bytes=4",
-                                      "copy_to_host bytes=4104"}));
-  }
-}
-
-TEST(rows_of_a_page_table_are_copied_as_far_as_they_are_used) {
-  for (const Backend backend : kBackends) {
-    const Double driver(backend);
-    GpuDevice device(backend, 0, GpuOptions{1, 0, driver.path});
-    driver.kernel("nothing", nullptr, {});
-    device.load_binary("kernels", code_object(backend, "nothing"));
-    constexpr uint64_t kMiB = 1 << 20, kLens = 4096, kRow = 512, kTable = kMiB;
-    device.allocate_io(2 * kMiB, 3 * kMiB, 0);
-    TestGraph graph{{"nothing"}, {{"n", 0, {}, {}}}};
-    graph.binaries = {"kernels"};
-    const int handle = device.load_graph(graph.encode(), 0);
-    device.bind_io({{0, 16, -1, 1}, {kLens, 4, 1, 0}, {kTable, kRow, 1, 0}}, {{2 * kMiB, 8, 2, 0}});
-    for (const PageTable& wrong : {PageTable{2 * kMiB, kRow, kLens, 64}, PageTable{kTable, kRow, kLens + 2, 64},
-                                   PageTable{kTable, 0, kLens, 64}, PageTable{kTable, kRow, kLens, 0}}) {
-      CHECK(contains(error_of([&] { device.bind_page_table(wrong); }), "a page table needs offsets within the 2097152"));
-    }
-    device.bind_page_table({kTable, kRow, kLens, 64});
-    device.seal();
-    auto* lens = reinterpret_cast<int32_t*>(device.host_io()->data() + kLens);
-    const auto copies = [&](int64_t seqs, int32_t longest) {
-      std::fill_n(lens, 300, 1);
-      lens[seqs - 1] = longest;
-      lens[seqs] = 1 << 30;  // belongs to no sequence of the step
-      const size_t before = driver.log().size();
-      device.wait(device.submit(handle, {seqs, seqs, 0}, 0));
-      Lines lines;
-      for (const std::string& line : driver.lines({"copy_to_device", "copy_rows"}, before)) {
-        lines.push_back(line.substr(0, line.find(" stream")));
-      }
-      return lines;
-    };
-    const Lines few = {"copy_to_device bytes=4608", "copy_to_device bytes=65536"};  // 128 rows whole: 64 KiB
-    CHECK(copies(128, 64) == few);
-    CHECK((copies(129, 1024) == Lines{"copy_rows pitch=512 width=64 rows=129", "copy_to_device bytes=4612"}));
-    CHECK((copies(200, 1025) == Lines{"copy_rows pitch=512 width=128 rows=200", "copy_to_device bytes=4896"}));
-    CHECK((copies(200, -7) == Lines{"copy_rows pitch=512 width=64 rows=200", "copy_to_device bytes=4896"}));
-    const Lines whole = {"copy_to_device bytes=4896", "copy_to_device bytes=102400"};  // as long as rows are
-    CHECK(copies(200, 64 * 128) == whole);
-    CHECK(contains(error_of([&] { device.submit(handle, {1, 100000, 0}, 0); }), "is not within [0, 2097152)"));
-    driver.fail("copy_rows", 1, 1);
-    CHECK(contains(error_of([&] { copies(200, 64); }), "cannot copy a step's page table"));
+    driver.fail("host_address", 1, 1);
+    CHECK(contains(error_of([&] { device.allocate_io(64, -1); }), "cannot reach host memory for region host_io: "));
+    CHECK(driver.lines({"host_unregister"}).size() == 1);
+    device.allocate_io(64, -1);  // nothing of the attempt is left
   }
 }
 
@@ -355,21 +242,6 @@ TEST(many_files_are_loaded_by_several_threads) {
   unlink(path);
 }
 
-TEST(copied_rows_arrive_where_they_belong) {
-  for (const Backend backend : kBackends) {
-    Ready r(backend);
-    std::vector<int32_t> from(4 * 16), to(4 * 16, -1);
-    for (int i = 0; i < 64; ++i) from[static_cast<size_t>(i)] = i;
-    const auto driver = open_driver(backend, r.driver.path);
-    Handle stream = nullptr;
-    CHECK(driver->call.stream_create(&stream, 0) == 0);
-    CHECK(driver->copy_rows_to_device(reinterpret_cast<Address>(to.data()), from.data(), 64, 8, 3, stream) == 0);
-    CHECK(driver->call.stream_synchronize(stream) == 0 && driver->call.stream_destroy(stream) == 0);
-    CHECK(to[33] == 33 && to[0] == 0 && to[1] == 1 && to[2] == -1);
-    CHECK(to[16] == 16 && to[17] == 17 && to[18] == -1 && to[32] == 32 && to[48] == -1);
-  }
-}
-
 TEST(graphs_are_rebuilt_exactly) {
   for (const Backend backend : kBackends) {
     Ready r(backend);
@@ -398,13 +270,14 @@ TEST(graphs_are_rebuilt_exactly) {
 
     const Lines first = params_of(nodes[0]), second = params_of(nodes[1]), other = params_of(nodes[per_set]);
     CHECK(other[1] == first[1] && other[3] == first[3] && other[4] == first[4]);  // the arena and numbers are shared
-    CHECK(other[0] != first[0] && other[2] != first[2]);                          // tensors of region io are not
-    if (cuda && kAddressesAreFree) CHECK(other[2] == hex_of((uint64_t{4} << 44) + kStride, 8));
+    const auto host = reinterpret_cast<uint64_t>(r.device->host_io()->data());    // io sets are not
+    CHECK(first[0] == hex_of(host + kIn, 8) && other[0] == hex_of(host + kStride + kIn, 8));
+    CHECK(first[2] == hex_of(host, 8) && other[2] == hex_of(host + kStride, 8));
     CHECK(first.size() == 5 && second.size() == 5);
     CHECK(first[1] == second[0] && first[1] != first[0]);                // the place in the arena
     CHECK(first[3] == hex_of(1, 4) && first[4] == hex_of(0x40000000, 4));  // 2.0f
     CHECK(second[3] == hex_of(10, 4) && second[4] == hex_of(0x3f800000, 4));
-    if (cuda && kAddressesAreFree) CHECK(first[2] == hex_of(uint64_t{4} << 44, 8));  // region io lies where it was asked to
+    if (cuda && kAddressesAreFree) CHECK(first[1] == hex_of((uint64_t{3} << 44) + 512, 8));  // where it was asked to be
   }
 }
 
@@ -473,13 +346,13 @@ TEST(weights_arrive_whole) {
         driver.kernel("compare", run_compare, {8, 8});
         GpuDevice device(backend, 0, GpuOptions{1, 0, driver.path});
         device.load_weights(file.path, offset, expected.size(), {threads, static_cast<uint64_t>(piece)});
-        device.allocate_io(0, 64, -1);
+        device.allocate_io(64, -1);
         device.load_binary("kernels", code_object(backend, "compare"));
         TestGraph graph{{"compare"},
                         {{"compare",
                           0,
                           {pointer_arg(RegionKind::Weights, 0, expected.size(), kAccessRead),
-                           pointer_arg(RegionKind::Io, 0, 4, kAccessWrite)},
+                           pointer_arg(RegionKind::HostIo, 0, 4, kAccessWrite)},
                           {}}}};
         graph.binaries = {"kernels"};
         const int handle = device.load_graph(graph.encode(), 0);
@@ -501,7 +374,7 @@ TEST(other_parts_load_beside_the_weights) {
     GpuDevice device(backend, 0, GpuOptions{2, 0, driver.path});
     std::thread weights([&] { device.load_weights(file.path, 0, 4 << 20, {2, 1 << 16}); });
     device.allocate(RegionKind::Arena, 4096);
-    device.allocate_io(kInputBytes, kIoBytes, 0);
+    device.allocate_io(kIoBytes, 0);
     std::vector<std::thread> loaders;
     for (int i = 0; i < 4; ++i) {
       loaders.emplace_back([&, i] { device.load_binary("other" + std::to_string(i), code_object(backend, "x")); });
@@ -558,8 +431,8 @@ TEST(profile_runs_nodes_one_by_one) {
   }
 }
 
-// The driver for tests counts a millisecond for each piece of work of a stream: a graph of two kernels is one; between
-// two graphs lies the wait for inputs, and no copy.
+// The driver for tests counts a millisecond for each piece of work of a stream: a graph of two kernels is one; nothing
+// lies between two graphs.
 TEST(steps_are_timed_where_asked_for) {
   for (const Backend backend : kBackends) {
     Ready r(backend);
@@ -575,11 +448,11 @@ TEST(steps_are_timed_where_asked_for) {
     CHECK(first[0].seconds > 0.0005 && first[0].gap < 0);
     r.device->wait(running);
     const auto second = r.device->step_times();
-    CHECK(second.size() == 1 && second[0].num_seqs == 6 && second[0].gap > 0.0009 && second[0].gap < 0.0011);
+    CHECK(second.size() == 1 && second[0].num_seqs == 6 && second[0].gap == 0);
     CHECK(second[0].seconds == first[0].seconds && r.device->step_times().empty());
     for (int i = 0; i < 5; ++i) r.device->wait(r.device->submit(r.graph, {1, 1, 1}, 0));
     const auto latest = r.device->step_times();  // two have been overwritten
-    CHECK(latest.size() == 3 && latest[0].ticket == 5 && latest[0].gap < 0 && latest[2].gap > 0.0009);
+    CHECK(latest.size() == 3 && latest[0].ticket == 5 && latest[0].gap < 0 && latest[2].gap == 0);
   }
 }
 
@@ -588,7 +461,7 @@ TEST(steps_that_nobody_times_have_no_events_for_it) {
     Ready r(backend);
     r.device->seal();
     r.device->wait(r.device->submit(r.graph, {1, 1, 1}, 0));
-    CHECK(r.driver.lines({"event_record"}).size() == 3 && r.driver.lines({"event_elapsed"}).empty());
+    CHECK(r.driver.lines({"event_record"}).size() == 1 && r.driver.lines({"event_elapsed"}).empty());
   }
 }
 

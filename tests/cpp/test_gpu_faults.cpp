@@ -73,9 +73,9 @@ TEST(short_memory_says_by_how_much) {
     device.allocate(RegionKind::Kv, 4 << 20);  // a refusal leaves the region free
     device.allocate(RegionKind::Arena, 4096);
     driver.fail("host_register", 1, 1);
-    CHECK(contains(error_of([&] { device.allocate_io(64, 128, -1); }),
-                   "cannot pin 8192 bytes of host memory for region io"));
-    device.allocate_io(64, 128, -1);
+    CHECK(contains(error_of([&] { device.allocate_io(128, -1); }),
+                   "cannot pin 8192 bytes of host memory for region host_io"));
+    device.allocate_io(128, -1);
   }
 }
 
@@ -120,50 +120,48 @@ TEST(a_graph_of_one_set_fails_with_that_of_another) {
   }
 }
 
-// A step that started, but whose outputs nobody can ask for, uses its io set to its end.
+// A step that started, but whose end nobody can ask for, uses its io set to its end.
 TEST(a_step_that_cannot_be_followed_ends_first) {
   for (const Backend backend : kBackends) {
-    for (const char* entry : {"event_record", "stream_wait", "copy_to_host"}) {
-      Ready r(backend, 64 << 20, 0.05);
-      r.device->seal();
-      const int nth = entry == std::string("copy_to_host") ? 1 : 2;  // the first of the others are before the start
-      r.input(0)[0] = 1;
-      r.driver.fail(entry, nth, 801);
-      CHECK(contains(error_of([&] { r.device->submit(r.graph, {1, 1, 1}, 0); }), "(801)"));
-      const std::string launch = r.driver.lines({"graph_launch"}).back();
-      CHECK(!r.driver.work(std::stoi(launch.substr(launch.find("stream=") + 7))));  // nothing is left to do
-      r.input(0)[0] = 2;
-      r.device->wait(r.device->submit(r.graph, {1, 1, 1}, 0));
-      CHECK(r.output(0)[0] == 15 && r.device->counters(true).steps == 1);
-      r.driver.fail(entry, nth, 801);
-      r.driver.hang(true);
-      const double start = Timeline::now();
-      CHECK(contains(error_of([&] { r.device->submit(r.graph, {1, 1, 1}, 1); }), "(801)"));
-      CHECK(Timeline::now() - start < 2);  // nor does it wait for ever
-      r.driver.hang(false);
-    }
-  }
-}
-
-TEST(sizes_that_do_not_fit_start_nothing) {
-  for (const Backend backend : kBackends) {
-    Ready r(backend);
-    r.device->bind_io({}, {{kInputBytes, 4, 0, 0}});
+    Ready r(backend, 64 << 20, 0.05);
     r.device->seal();
-    const std::string text = error_of([&] { r.device->submit(r.graph, {65, 1, 1}, 0); });
-    CHECK(contains(text, "a step uses 65 x 4 bytes at offset 320 of region io, which is not within [320, 576)"));
-    CHECK(r.driver.lines({"copy_to_device", "graph_launch"}).empty());
-    r.device->wait(r.device->submit(r.graph, {64, 1, 1}, 0));
+    r.input(0)[0] = 1;
+    r.driver.fail("event_record", 1, 801);
+    CHECK(contains(error_of([&] { r.device->submit(r.graph, {1, 1, 1}, 0); }), "(801)"));
+    const std::string launch = r.driver.lines({"graph_launch"}).back();
+    CHECK(!r.driver.work(std::stoi(launch.substr(launch.find("stream=") + 7))));  // nothing is left to do
+    r.input(0)[0] = 2;
+    r.device->wait(r.device->submit(r.graph, {1, 1, 1}, 0));
+    CHECK(r.output(0)[0] == 15 && r.device->counters(true).steps == 1);
+    r.driver.fail("event_record", 1, 801);
+    r.driver.hang(true);
+    const double start = Timeline::now();
+    CHECK(contains(error_of([&] { r.device->submit(r.graph, {1, 1, 1}, 1); }), "(801)"));
+    CHECK(Timeline::now() - start < 2);  // nor does it wait for ever
+    r.driver.hang(false);
   }
 }
 
-// A copy of region io ends where its tensors do, not where the last copy does.
-TEST(pointers_stay_within_a_copy_of_region_io) {
+// An io set ends where its tensors do, not where the next one begins.
+TEST(pointers_stay_within_an_io_set) {
   for (const Backend backend : kBackends) {
     TestGraph graph = two_nodes();
     graph.nodes[1].args[1].value = kIoBytes - 252;
     CHECK(contains(graph_error(backend, graph),
-                   "argument 1 needs 256 bytes at offset 324 of region io, which has 576"));
+                   "argument 1 needs 256 bytes at offset 324 of region host_io, which has 576"));
+    graph.nodes[1].args[1].region = static_cast<uint8_t>(RegionKind::Io);
+    CHECK(contains(graph_error(backend, graph), "argument 1 needs 256 bytes at offset 324 of region io, which has 576"));
+  }
+}
+
+TEST(graphs_need_the_io_set_that_they_point_into) {
+  for (const Backend backend : kBackends) {
+    const Double driver(backend);
+    GpuDevice device(backend, 0, options_of(driver));
+    driver.kernel("add", run_add, kAddSizes);
+    device.load_binary("kernels", code_object(backend, "add"));
+    CHECK(contains(error_of([&] { device.load_graph(two_nodes().encode(), 0); }),
+                   "argument 0 points into region host_io, which is not allocated: allocate it first"));
   }
 }
 
@@ -269,15 +267,14 @@ TEST(a_sealed_device_takes_steps_and_nothing_else) {
       CHECK(contains(error_of(body), "the device is sealed, so it cannot " + what + ": do so before seal()"));
     };
     refused("allocate region kv", [&] { r.device->allocate(RegionKind::Kv, 4096); });
-    refused("allocate region io", [&] { r.device->allocate_io(0, 64, -1); });
-    refused("bind tensors of region io", [&] { r.device->bind_io({}, {}); });
+    refused("allocate region io", [&] { r.device->allocate_io(64, -1); });
     refused("load weights", [&] { r.device->load_weights("/proc/self/exe", 0, 1, {}); });
     refused("load a code object", [&] { r.device->load_binary("x", code_object(backend, "x")); });
     refused("load a launch graph", [&] { r.device->load_graph(two_nodes().encode(), 0); });
     CHECK(r.driver.log().size() == before);  // the driver heard of none of it
     r.device->wait(r.device->submit(r.graph, {1, 1, 1}, 0));
     const GpuCounters c = r.device->counters(true);
-    CHECK(c.refused == 6 && c.steps == 1 && c.regions_allocated == 0 && c.bytes_allocated == 0);
+    CHECK(c.refused == 5 && c.steps == 1 && c.regions_allocated == 0 && c.bytes_allocated == 0);
     CHECK(c.graphs_loaded == 0 && c.modules_loaded == 0 && c.graph_instantiations == 0);
   }
 }
@@ -292,25 +289,22 @@ TEST(wrong_calls_say_what_is_wrong) {
     refused("has 1 tokens, -1 sequences", [&] { r.device->submit(0, {1, -1, 1}, 0); });
     refused("io set 2 does not exist: this device has 2 sets", [&] { r.device->submit(0, {1, 1, 1}, 2); });
     refused("io set -1 does not exist", [&] { r.device->profile(0, {1, 1, 1}, -1); });
-    refused("region io is allocated already with 8192", [&] { r.device->allocate_io(0, 64, -1); });
-    refused("region io has parts on the host too", [&] { r.device->allocate(RegionKind::Io, 64); });
+    refused("region io is allocated already with 576", [&] { r.device->allocate_io(64, -1); });
+    for (const RegionKind kind : {RegionKind::Io, RegionKind::HostIo}) {
+      refused("regions io and host_io are allocated together: use allocate_io", [&] { r.device->allocate(kind, 64); });
+    }
     refused("region weights is filled from a file", [&] { r.device->allocate(RegionKind::Weights, 64); });
     refused("cannot open the weights file /nonexistent: No such",
             [&] { r.device->load_weights("/nonexistent", 0, 1, {}); });
     refused("the weights need 8 bytes at offset 99999999999",
             [&] { r.device->load_weights("/proc/self/exe", 99999999999, 8, {}); });
     refused(": Is a directory", [&] { r.device->load_weights("/tmp", 0, 8, {}); });
-    refused("tensor 1 is at offset 0 with scalar 0", [&] { r.device->bind_io({{64, 4, 0, 0}, {0, 4, 0, 0}}, {}); });
-    refused("a step scalar below 8, but tensor 0 is at offset 0 with scalar 8",
-            [&] { r.device->bind_io({}, {{0, 4, 8, 0}}); });
     const Double driver(backend);
     GpuDevice device(backend, 0, options_of(driver));
-    refused("cannot begin with 128 bytes of inputs", [&] { device.allocate_io(128, 64, -1); });
-    refused("step_sizes_offset is 36 of 64", [&] { device.allocate_io(64, 64, 36); });
+    for (const int64_t at : {34, 36, 68}) {
+      refused("step_sizes_offset is " + std::to_string(at) + " of 64", [&] { device.allocate_io(64, at); });
+    }
     refused("region io is not allocated", [&] { device.host_io(); });
-    device.allocate_io(64, 64, -1);
-    refused("a step scalar below 3, but tensor 0 is at offset 0 with scalar 3",
-            [&] { device.bind_io({}, {{0, 4, 3, 0}}); });
   }
 }
 
@@ -330,8 +324,7 @@ TEST(weights_that_cannot_be_read_leave_the_region_free) {
 
 TEST(a_lost_device_says_so_from_then_on) {
   for (const Backend backend : kBackends) {
-    for (const char* entry : {"event_query", "event_synchronize", "graph_launch", "copy_to_device", "copy_to_host",
-                              "event_record", "stream_wait"}) {
+    for (const char* entry : {"event_query", "event_synchronize", "graph_launch", "event_record"}) {
       Ready r(backend);
       r.device->seal();
       r.driver.hang(entry == std::string("event_synchronize"));  // else a query finds the step done
@@ -363,7 +356,7 @@ TEST(a_loss_wakes_who_waits) {
     bool lost = false;
     std::thread waiter([&] { lost = throws<DeviceLostError>([&] { r.device->wait(ticket); }); });
     std::this_thread::sleep_for(std::chrono::milliseconds(20));
-    r.driver.fail("copy_to_device", 1, status::kIllegalAddress);
+    r.driver.fail("graph_launch", 1, status::kIllegalAddress);
     CHECK(throws<DeviceLostError>([&] { r.device->submit(r.graph, {1, 1, 1}, 1); }));
     waiter.join();
     CHECK(lost);

@@ -33,9 +33,9 @@ TestGraph take_graph() {
   TestGraph graph{{"take"},
                   {{"take",
                     0,
-                    {bytes_arg(0, kJobBytes), address_arg(8, pointer_arg(RegionKind::Io, kIn, 64, kAccessRead)),
-                     address_arg(24, pointer_arg(RegionKind::Io, kInputBytes, 64, kAccessWrite)),
-                     pointer_arg(RegionKind::Io, kInputBytes + 128, 16, kAccessWrite)},
+                    {bytes_arg(0, kJobBytes), address_arg(8, pointer_arg(RegionKind::HostIo, kIn, 64, kAccessRead)),
+                     address_arg(24, pointer_arg(RegionKind::HostIo, kInputBytes, 64, kAccessWrite)),
+                     pointer_arg(RegionKind::HostIo, kInputBytes + 128, 16, kAccessWrite)},
                     {}}}};
   graph.binaries = {"library"};
   graph.data = std::string(reinterpret_cast<const char*>(&job), kJobBytes);
@@ -62,7 +62,7 @@ TEST(bytes_and_addresses_reach_the_kernel) {
     twice.nodes[1].name = "again";
     twice.nodes[1].edges = {0};
     twice.nodes[1].args[0] = bytes_arg(kJobBytes, kJobBytes);
-    twice.nodes[1].args[2] = address_arg(24, pointer_arg(RegionKind::Io, kInputBytes + 64, 64, kAccessWrite));
+    twice.nodes[1].args[2] = address_arg(24, pointer_arg(RegionKind::HostIo, kInputBytes + 64, 64, kAccessWrite));
     twice.data += twice.data;
     twice.data[kJobBytes + 4] = 1, twice.data[kJobBytes + 5] = twice.data[kJobBytes + 6] = twice.data[kJobBytes + 7] = 0;
     const int graph = r.device->load_graph(twice.encode(), 0);
@@ -83,7 +83,7 @@ TEST(pointers_inside_are_checked) {
   TestGraph graph = take_graph();
   graph.nodes[0].args[2].extent = kIoBytes;
   CHECK(contains(r.refusal(graph), "argument 0 needs " + std::to_string(kIoBytes) + " bytes at offset " +
-                                       std::to_string(kInputBytes) + " of region io, which has"));
+                                       std::to_string(kInputBytes) + " of region host_io, which has"));
   graph = take_graph();
   graph.nodes[0].args[1] = address_arg(8, pointer_arg(RegionKind::State, 0, 4, kAccessRead));
   CHECK(contains(r.refusal(graph), "argument 0 points into region state, which is not allocated"));

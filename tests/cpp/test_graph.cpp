@@ -109,9 +109,9 @@ TEST(damage_is_refused_in_words) {
   bytes[kStrings] ^= std::byte{1};
   CHECK(contains(refusal(bytes), "its checksum does not match its contents: copy or build the artifact again"));
   CHECK(contains(refusal(changed(0, 'X')), "it does not begin with 'TSLG'"));
-  CHECK(contains(refusal(changed(4, 1)), "has format version 1, but this runtime reads 2: build the artifact"));
-  CHECK(contains(refusal(changed(6, 32)), "its header is not that of version 2"));
-  CHECK(contains(refusal(changed(63, 1)), "its header is not that of version 2"));
+  CHECK(contains(refusal(changed(4, 1)), "has format version 1, but this runtime reads 3: build the artifact"));
+  CHECK(contains(refusal(changed(6, 32)), "its header is not that of version 3"));
+  CHECK(contains(refusal(changed(63, 1)), "its header is not that of version 3"));
   CHECK(contains(refusal(changed(12, 3)), "its sections need"));
   CHECK(contains(refusal(changed(kNodes, 2)), "node 0 names symbol 2 of 2"));
   CHECK(contains(refusal(changed(kNodes + 4, 1)), "node 0 does not use the arguments that follow"));
@@ -122,7 +122,7 @@ TEST(damage_is_refused_in_words) {
   CHECK(contains(refusal(changed(kNodes + 24, 250)), "the text of node 0 does not follow"));
   CHECK(contains(refusal(changed(kArgs, 1)), "node 0 argument 0 is a number, but has the region"));
   CHECK(contains(refusal(changed(kArgs + 3 * 32, 9)), "node 0 argument 3 has the unknown kind 9"));
-  CHECK(contains(refusal(changed(kArgs + 1, 5)), "node 0 argument 0 points into the unknown region 5"));
+  CHECK(contains(refusal(changed(kArgs + 1, 6)), "node 0 argument 0 points into the unknown region 6"));
   CHECK(contains(refusal(changed(kArgs + 2, 4)), "node 0 argument 0 has the unknown access 4"));
   CHECK(contains(refusal(changed(kArgs + 4, 1)), "node 0 argument 0 has bits in a field that must be zero"));
   CHECK(contains(refusal(changed(kArgs + 3, 4)), "node 0 argument 0 is a parameter of 4 bytes; 8 are legal"));
@@ -219,7 +219,7 @@ TEST(a_damaged_parameter_passed_by_value_is_refused_in_words) {
   CHECK(contains(refused([](Args& a, auto&) { a[2].last = 8; }), "argument 0 of 28 bytes has an address at 8, where none"));
   CHECK(contains(refused([](Args& a, auto&) { a[2].last = 24; }), "argument 0 of 28 bytes has an address at 24, where none"));
   CHECK(contains(refused([](Args& a, auto&) { a[2].last = ~uint64_t{7}; }), "has an address at 18446744073709551608, where"));
-  CHECK(contains(refused([](Args& a, auto&) { a[1].region = 5; }), "argument 0 points into the unknown region 5"));
+  CHECK(contains(refused([](Args& a, auto&) { a[1].region = 6; }), "argument 0 points into the unknown region 6"));
   CHECK(contains(refused([](Args& a, auto&) { a[1].access = 0; }), "argument 0 has the unknown access 0"));
   CHECK(contains(refused([](Args&, auto& data) { data[17] = 1; }), "argument 0 has bits where an address goes"));
   CHECK(contains(refused([](Args& a, auto&) { a.erase(a.begin()); }), "node 0 argument 0 has an address in no parameter"));

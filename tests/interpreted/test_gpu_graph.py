@@ -22,7 +22,7 @@ from tokenspeed.compile.interpret_triton import run_gpu_graph
 from tokenspeed.compile.lower import Binary, LoweredTarget, lower_program
 from tokenspeed.compile.program import Program
 from tokenspeed.errors import ProgramError
-from tokenspeed.graph import Pointer, Region
+from tokenspeed.graph import Access, Pointer, Region
 from tokenspeed.kernels.registry import DeviceKernel
 from tokenspeed.kernels.triton_specs import triton_registry
 from tokenspeed.step import INPUTS, OUTPUTS
@@ -52,23 +52,24 @@ class GpuDevice(ByteDevice):
         sizes = (len(inputs["token_ids"]), len(inputs["context_lens"]), len(inputs["logit_rows"]))
         bucket = self.table.find(*sizes, decode_only=len(set(sizes)) == 1)
         assert bucket is not None
-        self.memory.regions[Region.IO][:] = 0xFF
+        for region in (Region.IO, Region.HOST_IO):
+            self.memory.regions[region][:] = 0xFF
         for tensor in INPUTS:
             if tensor.name in inputs:
-                self.memory.write(Region.IO, self.placed[tensor.name], inputs[tensor.name])
+                self.memory.write(Region.HOST_IO, self.placed[tensor.name], inputs[tensor.name])
         graph = self.low.graphs[bucket]
         order = None if seed is None else random_order([node.predecessors for node in graph.nodes], seed)
         run_gpu_graph(
             graph, self.low.kernels, self.memory, self.placed["step_sizes"], step_counts(inputs), order=order, seed=seed
         )  # fmt: skip
         self.check_rows_beyond(sizes[2])
-        return {t.name: self.memory.read(Region.IO, self.placed[t.name], sizes[2]) for t in OUTPUTS}
+        return {t.name: self.memory.read(Region.HOST_IO, self.placed[t.name], sizes[2]) for t in OUTPUTS}
 
     def check_rows_beyond(self, num_logit_rows: int) -> None:
         """Rows that the step does not have are as they were."""
         for tensor in OUTPUTS:
             placed = self.placed[tensor.name]
-            rest = self.memory.read(Region.IO, placed, placed.shape[0])[num_logit_rows:]
+            rest = self.memory.read(Region.HOST_IO, placed, placed.shape[0])[num_logit_rows:]
             assert (rest.view(np.uint8) == 0xFF).all(), f"{tensor.name} has rows beyond {num_logit_rows}"
 
     def page(self, number: int) -> Any:
@@ -109,6 +110,24 @@ def test_mixed_steps_agree_with_the_program_interpreter(target: str, dtype: str,
     assert (device.memory.regions[Region.WEIGHTS] == weights).all()
     unused = set(range(NUM_PAGES)) - {page for pages in PAGES for page in pages}
     assert unused and all((device.page(number) == 0xFF).all() for number in unused)
+
+
+@pytest.mark.parametrize("target", ["cuda:sm_90a", "hip:gfx942"])
+def test_inputs_come_first_and_outputs_go_to_the_host(target: str) -> None:
+    low = lowered(fused_program(tiny_config(**CONFIG, num_layers=1), "bfloat16"), target)
+    first_output = min(tensor.offset for tensor in low.io if tensor.name in {t.name for t in OUTPUTS})
+    for graph in low.graphs.values():
+        inputs, *others = graph.nodes
+        assert (inputs.name, inputs.symbol, inputs.predecessors) == ("inputs", "stage_io", ())
+        for index, node in enumerate(others, 1):
+            host = [p for _, p in node.pointers() if p.region is Region.HOST_IO]
+            assert all(p.access is Access.WRITE and p.offset >= first_output for p in host), "a read over the bus"
+            assert not any(p.writes for _, p in node.pointers() if p.region is Region.IO)
+            assert len(host) == (len(OUTPUTS) if node is graph.nodes[-1] else 0)
+            assert node.launch is not None and node.predecessors
+            if node.predecessors == (0,):
+                assert not node.launch.programmatic, f"node {index} may read inputs that are still on their way"
+        assert any(node.launch is not None and node.launch.programmatic for node in others) is target.startswith("cuda")
 
 
 def test_any_order_of_nodes_and_programs_gives_the_same_bits() -> None:
@@ -160,9 +179,11 @@ def test_a_node_that_reaches_beyond_its_pointers_is_refused() -> None:
     assert bucket is not None
     for tensor in INPUTS:
         if tensor.name in inputs:
-            device.memory.write(Region.IO, device.placed[tensor.name], inputs[tensor.name])
+            device.memory.write(Region.HOST_IO, device.placed[tensor.name], inputs[tensor.name])
     graph, sizes = low.graphs[bucket], device.placed["step_sizes"]
-    first = graph.nodes[0]
+    inputs_node, first = graph.nodes[:2]
+    run_gpu_graph(replace(graph, nodes=(inputs_node,)), low.kernels, device.memory, sizes, (9, 1, 1))
+    first = replace(first, predecessors=())
     at, out = next((i, a) for i, a in enumerate(first.args) if isinstance(a, Pointer) and a.writes)
     args = (*first.args[:at], replace(out, extent=8 * 4 * 64), *first.args[at + 1 :])
     with pytest.raises(ProgramError, match=r"node 'embedding': .*need to write inside its arguments, have"):

@@ -36,10 +36,10 @@ _DTYPES: Mapping[str, np.dtype[Any]] = {
 
 
 class Memory:
-    """The five regions of a device as bytes.
+    """The regions of a device as bytes.
 
     Args:
-        sizes: bytes of weights, arena, io and state (as in ``Layout.region_sizes``).
+        sizes: bytes of weights, arena, io, state and host_io (as in ``Layout.region_sizes``).
         kv_page_bytes, num_pages: the kv region.
         fill: what every byte holds at first. 0xff makes every float a NaN, which no step may let through.
     """

@@ -44,8 +44,8 @@ def run_gpu_graph(
 
     Args:
         kernels: binary name -> the kernel in it.
-        memory: the device's regions; inputs are in place but for ``step_sizes``, which this fills.
-        step_sizes: where region io holds the sizes of the step.
+        memory: the device's regions; the step's inputs lie in region host_io, but for ``step_sizes``, which this fills.
+        step_sizes: where the sizes of the step lie there.
         sizes: those of STEP_COUNTS, in order; 0 for those left out.
         order: any order of the nodes that respects the edges; None: as they stand.
         seed: run the programs of each launch in a random order.
@@ -54,7 +54,7 @@ def run_gpu_graph(
         ProgramError: a node that does not fit its kernel, an order that breaks an edge, or an access outside what
             the node's pointers promise.
     """
-    counts = memory.regions[Region.IO][step_sizes.offset : step_sizes.offset + step_sizes.nbytes].view(np.int32)
+    counts = memory.regions[Region.HOST_IO][step_sizes.offset : step_sizes.offset + step_sizes.nbytes].view(np.int32)
     counts[:] = (*sizes, *[0] * (len(counts) - len(sizes)))
     done: set[int] = set()
     with interpreting():

@@ -1,8 +1,8 @@
 """The memory layout of one target: where every value of a Program lives, the same in all of its buckets.
 
-Inputs and outputs lie in region io, KV pages in kv, last tokens and token counts in state, packed weights in weights,
-everything else in the arena. Arena rows are padded to ROW_PADDING: kernels may read (never write) whole
-tiles of rows.
+Inputs lie in region io, outputs beside them or, on a GPU, in host_io; KV pages in kv, last tokens and token counts in
+state, packed weights in weights, everything else in the arena. Arena rows are padded to ROW_PADDING: kernels may read
+(never write) whole tiles of rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tokenspeed.compile.ops import Dim, round_up
 from tokenspeed.compile.program import Op, Program, Role, Value
 from tokenspeed.errors import ProgramError
 from tokenspeed.graph import Access, Pointer, Region
-from tokenspeed.step import DTYPE_BYTES, IO, MAX_LOGIT_BIAS, STATE, STEP_SIZES, PlacedTensor, align, place
+from tokenspeed.step import DTYPE_BYTES, IO, MAX_LOGIT_BIAS, OUTPUTS, STATE, STEP_SIZES, PlacedTensor, align, place
 
 ROW_PADDING = 32
 """Rows to a multiple of which arena buffers are padded: the tile of rows that matrix kernels may read."""
@@ -25,12 +25,14 @@ ROW_PADDING = 32
 SCRATCH_ALIGNMENT = 256
 """Of the scratch memory of a launch: tensor maps need 128."""
 _SCRATCH = "scratch"
+_OUTPUT_NAMES = frozenset(tensor.name for tensor in OUTPUTS)
 
 
 @dataclass(frozen=True)
 class Layout:
     """Where every value is. ``places`` gives region and byte offset of the storage of each value (for kv inside
-    a page); several values share storage where an op overwrites its operand. Sizes in bytes."""
+    a page); several values share storage where an op overwrites its operand. With ``host_io`` a step's inputs come from
+    that region and its outputs go there; its layout is that of region io. Sizes in bytes."""
 
     program: Program
     limits: StepLimits
@@ -45,6 +47,7 @@ class Layout:
     io_bytes: int
     state: tuple[PlacedTensor, ...]
     state_bytes: int
+    host_io: bool
 
     @property
     def region_sizes(self) -> dict[Region, int]:
@@ -55,7 +58,13 @@ class Layout:
             Region.ARENA: self.arena.nbytes,
             Region.IO: self.io_bytes,
             Region.STATE: self.state_bytes,
+            Region.HOST_IO: self.io_bytes if self.host_io else 0,
         }
+
+    @property
+    def input_bytes(self) -> int:
+        """Bytes of region io that hold what a step brings: its sizes and its inputs."""
+        return min(tensor.offset for tensor in self.io if tensor.name in _OUTPUT_NAMES)
 
     def pointer(self, name: str, bucket: Bucket, access: Access) -> Pointer:
         """The most bytes of value ``name`` that a kernel touches in ``bucket``. Weights have no place here."""
@@ -93,10 +102,12 @@ def plan_layout(
     workspaces: Mapping[str, int],
     shared: Mapping[str, int] | None = None,
     scratch: Mapping[str, int] | None = None,
+    *,
+    host_io: bool = False,
 ) -> Layout:
     """Lay out a Program for the largest step. ``workspaces`` gives the most bytes that an op needs for itself,
     ``shared`` the most that the ops of a kind need together, from the first of them to the last, ``scratch`` the most
-    that a launch needs, by its name.
+    that a launch needs, by its name. ``host_io``: for a GPU, whose outputs go to that region.
 
     Raises ProgramError for a value that has no home: an unknown input, output or state.
     """
@@ -110,7 +121,8 @@ def plan_layout(
     }
     io, io_bytes = place(IO, sizes)
     state, state_bytes = place(STATE, sizes)
-    places = {tensor.name: (Region.IO, tensor.offset) for tensor in io}
+    outputs = Region.HOST_IO if host_io else Region.IO
+    places = {tensor.name: (outputs if tensor.name in _OUTPUT_NAMES else Region.IO, tensor.offset) for tensor in io}
     places |= {tensor.name: (Region.STATE, tensor.offset) for tensor in state}
     kv_bytes = 0
     for value in kv_values(program):
@@ -129,8 +141,9 @@ def plan_layout(
     together = {kind: arena.offsets[_shared_name(kind)] for kind in shared or {}}
     slots = _scratch_slots(scratch or {}, arena)
     return Layout(
-        program, limits, places, own, together, slots, weights_bytes, arena, kv_bytes, io, io_bytes, state, state_bytes
-    )
+        program, limits, places, own, together, slots, weights_bytes, arena, kv_bytes, io, io_bytes, state, state_bytes,
+        host_io,
+    )  # fmt: skip
 
 
 def pages_per_seq(program: Program) -> int:

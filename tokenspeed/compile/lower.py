@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from tokenspeed.bucket import Bucket, StepLimits, prove_coverage
 from tokenspeed.compile.buckets import ladder
@@ -18,7 +18,7 @@ from tokenspeed.compile.select import KernelCall, Plan, Selection, select
 from tokenspeed.compile.weights import WeightPlan, plan_weights
 from tokenspeed.errors import ProgramError
 from tokenspeed.graph import Access, Argument, Float, Int, Launch, LaunchGraph, Node, Pointer, Region, StepScalar
-from tokenspeed.graph_verify import verify_graph
+from tokenspeed.graph_verify import verify_graph, writes_inputs
 from tokenspeed.kernels.registry import ArgumentKind, ArgumentRule, DeviceKernel, Registry, Stage
 from tokenspeed.step import STEP_SCALARS, PlacedTensor
 from tokenspeed.target import Target
@@ -68,11 +68,14 @@ class TargetPlan:
     weights: WeightPlan
     layout: Layout
     ceilings: tuple[Ceiling, ...] = ()
+    inputs: Mapping[Bucket, Stage] = field(default_factory=dict)
+    """On a GPU, the launch by which each bucket's step gets its inputs."""
 
     @property
     def kernels(self) -> tuple[DeviceKernel, ...]:
         """The GPU kernels of all buckets and ceilings, each once, in the order of their first use."""
-        stages = [stage for plan in self.selection.plans for call in plan.calls for stage in call.stages]
+        stages = list(self.inputs.values())
+        stages += [stage for plan in self.selection.plans for call in plan.calls for stage in call.stages]
         stages += [ceiling.stage for ceiling in self.ceilings]
         return tuple(dict.fromkeys(stage.kernel for stage in stages if stage.kernel is not None))
 
@@ -119,8 +122,19 @@ def plan_target(
     weights = plan_weights(program, _needed_weights(program, selection.plans))
     shared = _shared_workspaces(selection.plans)
     scratch = _scratch(selection.plans)
-    layout = plan_layout(program, limits, weights.nbytes, _workspaces(selection.plans), shared, scratch)
-    return TargetPlan(program, selection, weights, layout, plan_ceilings(target, program.dtype, layout, registry))
+    layout = plan_layout(
+        program, limits, weights.nbytes, _workspaces(selection.plans), shared, scratch, host_io=target.is_gpu
+    )
+    ceilings = plan_ceilings(target, program.dtype, layout, registry)
+    return TargetPlan(program, selection, weights, layout, ceilings, _plan_inputs(target, layout, rungs))
+
+
+def _plan_inputs(target: Target, layout: Layout, buckets: Sequence[Bucket]) -> dict[Bucket, Stage]:
+    if not target.is_gpu:
+        return {}
+    from tokenspeed.kernels.triton.stage import inputs_stage
+
+    return {bucket: inputs_stage(target, layout.io, layout.program.page_size, bucket) for bucket in buckets}
 
 
 def lower_target(
@@ -133,10 +147,13 @@ def lower_target(
     """
     binaries, layout, captures = binaries or {}, plan.layout, captures or Captures({}, {})
     target = plan.selection.target
+    heads = {bucket: [inputs_node(layout, stage, binaries)] for bucket, stage in plan.inputs.items()}
     graphs = {
-        p.bucket: lower_plan(plan.program, p, layout, plan.weights, binaries, captures) for p in plan.selection.plans
+        p.bucket: lower_plan(plan.program, p, layout, plan.weights, binaries, captures, heads.get(p.bucket, ()))
+        for p in plan.selection.plans
     }
-    ceilings = tuple((ceiling, lower_ceiling(ceiling, binaries)) for ceiling in plan.ceilings)
+    smallest = next(iter(heads.values()), [])
+    ceilings = tuple((ceiling, lower_ceiling(ceiling, binaries, smallest)) for ceiling in plan.ceilings)
     named = [(bucket.name, graph) for bucket, graph in graphs.items()]
     for name, graph in (*named, *((ceiling.kind, graph) for ceiling, graph in ceilings)):
         try:
@@ -239,10 +256,12 @@ def lower_plan(
     weights: WeightPlan,
     binaries: Mapping[DeviceKernel, Binary],
     captures: Captures,
+    head: Sequence[Node] = (),
 ) -> LaunchGraph:
-    """A node per launch of each call, named after its op, with exactly the edges that their memory accesses need."""
+    """``head``, then a node per launch of each call, named after its op, with exactly the edges that their memory
+    accesses need."""
     tensors = weights.tensors()
-    nodes: list[Node] = []
+    nodes = list(head)
     once: set[object] = set()
     for call in plan.calls:
         for stage in call.stages:
@@ -258,26 +277,48 @@ def lower_plan(
             else:
                 nodes.append(Node(name, stage.symbol, args, (), _launch(stage, binaries)))
     edges = dependencies([[pointer for _, pointer in node.pointers()] for node in nodes])
-    return LaunchGraph(tuple(replace(node, predecessors=before) for node, before in zip(nodes, edges, strict=True)))
+    return connected(nodes, edges)
 
 
-def lower_ceiling(ceiling: Ceiling, binaries: Mapping[DeviceKernel, Binary]) -> LaunchGraph:
-    """The launch of ``ceiling``, REPEATS times in a row."""
+def connected(nodes: Sequence[Node], edges: Sequence[tuple[int, ...]]) -> LaunchGraph:
+    """The graph of ``nodes`` with these predecessors. Those that come right after one that writes region io start when
+    it has ended: kernels may read a step's inputs before they wait."""
+    writers = {index for index, node in enumerate(nodes) if writes_inputs(node)}
+    linked = []
+    for node, before in zip(nodes, edges, strict=True):
+        launch = node.launch
+        if launch is not None and launch.programmatic and not writers.isdisjoint(before):
+            launch = replace(launch, programmatic=False)
+        linked.append(replace(node, predecessors=before, launch=launch))
+    return LaunchGraph(tuple(linked))
+
+
+def inputs_node(layout: Layout, stage: Stage, binaries: Mapping[DeviceKernel, Binary]) -> Node:
+    """The node that brings a step's sizes and inputs from region host_io to region io."""
+    sizes = replace(layout.step_sizes(), region=Region.HOST_IO)
+    source = Pointer(Region.HOST_IO, 0, layout.input_bytes, Access.READ)
+    target = Pointer(Region.IO, 0, layout.input_bytes, Access.WRITE)
+    return Node(INPUTS_NODE, stage.symbol, (sizes, source, target, *SCRATCH_PARAMETERS), (), _launch(stage, binaries))
+
+
+def lower_ceiling(ceiling: Ceiling, binaries: Mapping[DeviceKernel, Binary], head: Sequence[Node]) -> LaunchGraph:
+    """``head``, then the launch of ``ceiling``, REPEATS times in a row."""
     launch = _launch(ceiling.stage, binaries)
     scratch = ceiling.scratch or (SCRATCH_PARAMETERS[0],) * REPEATS
     assert bool(ceiling.scratch) == bool(ceiling.stage.scratch_bytes), ceiling
-    return LaunchGraph(
-        tuple(
+    nodes = [
+        *head,
+        *(
             Node(
                 f"{ceiling.kind}/{i}",
                 ceiling.stage.symbol,
                 (*ceiling.arguments, scratch[i], *SCRATCH_PARAMETERS[1:]),
-                (i - 1,) if i else (),
-                launch,
+                launch=launch,
             )
             for i in range(REPEATS)
-        )
-    )
+        ),
+    ]
+    return connected(nodes, [(i - 1,) if i else () for i in range(len(nodes))])
 
 
 def _launch(stage: Stage, binaries: Mapping[DeviceKernel, Binary]) -> Launch | None:
@@ -287,6 +328,8 @@ def _launch(stage: Stage, binaries: Mapping[DeviceKernel, Binary]) -> Launch | N
     return Launch(binary.name, stage.grid, (binary.threads, 1, 1), binary.shared_bytes, programmatic=stage.programmatic)
 
 
+INPUTS_NODE = "inputs"
+"""The first node of a GPU's graphs."""
 SCRATCH_PARAMETERS = (Int(0), Int(0))
 """Triton's kernels end in two pointers to scratch memory, null for kernels that use none, as most of ours."""
 

@@ -35,9 +35,10 @@ from tokenspeed.graph import Access, Argument, Float, Launch, LaunchGraph, Node,
 from tokenspeed.graph_verify import verify_graph
 from tokenspeed.kernels.registry import ArgumentKind, ArgumentRule, DeviceKernel, Request, Stage
 from tokenspeed.kernels.triton.linear_tuning import LinearFamily
+from tokenspeed.kernels.triton.stage import Extent, copy_stage
 from tokenspeed.kernels.triton_specs import triton_registry
 from tokenspeed.kernels.tunable import Family, Predecessor, Variant
-from tokenspeed.step import align
+from tokenspeed.step import STEP_COUNTS, align
 from tokenspeed.target import Target
 from tokenspeed.tuning_pack import (
     SCRATCH_SLOTS,
@@ -266,13 +267,19 @@ class _Writer:
         return Launch(code.name, stage.grid, (code.threads, 1, 1), code.shared_bytes, programmatic=stage.programmatic)
 
     def add_graph(self, graph: LaunchGraph, shape: Shape, target: Target) -> str:
-        """The member that holds ``graph``, a call of ``shape``, which is verified first."""
+        """The member that holds ``graph``, which is verified first."""
         verify_gpu_graph(graph, target, self._code)
-        verify_graph(chain(graph, shape, 3), shape.region_sizes, 0)
+        verify_graph(graph, shape.region_sizes, 0)
         data = graph.encode()
         name = f"graphs/{hashlib.sha256(data).hexdigest()[:24]}.tslg"
         self.members[name] = data
         return name
+
+    def add_call(self, graph: LaunchGraph, shape: Shape, target: Target) -> str:
+        """As ``add_graph``, for a call of ``shape``, of which a chain is verified too."""
+        inputs = LaunchGraph.decode(self.members[shape.inputs])
+        verify_graph(chain(inputs, graph, shape, 3), shape.region_sizes, 0)
+        return self.add_graph(graph, shape, target)
 
 
 @dataclass(frozen=True)
@@ -289,8 +296,8 @@ class _ShapePlan:
     """One shape: its cases with their variants, and where operands lie.
 
     Region weights holds what is only read: warm operands first, then the copies of the cold one. Region arena holds
-    what a predecessor writes, then the kernels' workspace, then their scratch memory. Region io holds the sizes of the
-    step, then the result.
+    what a predecessor writes, then the kernels' workspace, the result, and the kernels' scratch memory. Region io holds
+    the sizes of the step. Region host_io holds them too, and what is fetched of the result.
     """
 
     def __init__(self, key: _Key, requests: Sequence[Request]):
@@ -304,6 +311,10 @@ class _ShapePlan:
         written = [self._operands(c)[c.before.operand] for c in self._cases if c.before is not None]
         self._workspace = align(max(written, default=0), _ALIGNMENT)
         self._result, self._row_bytes = self._family.result(requests[0])
+        self._most = max(case.request.sizes["M"] for case in self._cases)
+        self._target = requests[0].target
+        workspace = max(case.workspace_bytes for case in self._cases)
+        self._result_at = self._workspace + align(workspace, _ALIGNMENT)
 
     def _plan(self, request: Request) -> _Planned:
         spec, _ = triton_registry().select(request)
@@ -334,29 +345,60 @@ class _ShapePlan:
         copies = min(_MOST_COPIES, max(2, math.ceil(cold / nbytes)))
         return Rotation(start, nbytes, align(nbytes, _ALIGNMENT), copies)
 
+    def _inputs(self) -> Stage:
+        """The launch that brings the sizes of the step to region io."""
+        return copy_stage(self._target, [Extent(0, STEP_SIZES_BYTES, -1, 1, 1)])
+
+    def _fetch(self) -> Stage:
+        """The launch that copies the result to the host, each from the beginning of its memory."""
+        rows = Extent(0, self._row_bytes, STEP_COUNTS.index("num_logit_rows"), 0, self._most)
+        return copy_stage(self._target, [rows])
+
     def kernels(self) -> Iterator[DeviceKernel]:
+        yield from (stage.kernel for stage in (self._inputs(), self._fetch()) if stage.kernel is not None)
         for case in self._cases:
             stages = [*_stages(case.before), *(stage for v in case.variants for stage in v.stages)]
             yield from (stage.kernel for stage in stages if stage.kernel is not None)
 
     def write(self, writer: _Writer) -> Shape | None:
         """The shape with its graphs in ``writer``; None if nothing of it compiled."""
-        most = max(case.request.sizes["M"] for case in self._cases)
-        rotation, workspace = self._rotation, max(case.workspace_bytes for case in self._cases)
-        scratch = align(self._workspace + workspace, _ALIGNMENT)
+        if not writer.has([self._inputs(), self._fetch()]):
+            return None
+        rotation, result_bytes = self._rotation, self._most * self._row_bytes
+        scratch = self._result_at + align(result_bytes, _ALIGNMENT)
         used = (s.scratch_bytes for case in self._cases for v in case.variants for s in v.stages)
         slot = align(max(used, default=0), SCRATCH_ALIGNMENT)
         slots = SCRATCH_SLOTS if slot else 1
         shape = Shape(
             family=self._family.name, op=self._key.op, key=dict(self._key.sizes), dtype=self._key.dtype,
             weights_bytes=rotation.offset + (rotation.copies - 1) * rotation.stride + rotation.nbytes,
-            arena_bytes=max(scratch + slots * slot, _ALIGNMENT), io_bytes=_ALIGNMENT + most * self._row_bytes,
-            result_offset=_ALIGNMENT, result_row_bytes=self._row_bytes, rotation=rotation,
+            arena_bytes=scratch + slots * slot, io_bytes=_ALIGNMENT + result_bytes, result_offset=_ALIGNMENT,
+            result_row_bytes=self._row_bytes, inputs="", fetch="", rotation=rotation,
             scratch=Rotation(scratch, slot, slot, slots), cases=(),
         )  # fmt: skip
+        shape = self._with_copies(shape, writer)
         written = (self._write_case(shape, case, writer) for case in self._cases)
         cases = tuple(case for case in written if case.candidates)
         return replace(shape, cases=cases) if cases else None
+
+    def _with_copies(self, shape: Shape, writer: _Writer) -> Shape:
+        """``shape`` with the graphs that bring sizes in and results out."""
+        host_sizes = Pointer(Region.HOST_IO, 0, STEP_SIZES_BYTES, Access.READ)
+        nbytes = self._most * self._row_bytes
+        copies = {
+            "inputs": (self._inputs(), host_sizes, Pointer(Region.IO, 0, STEP_SIZES_BYTES, Access.WRITE)),
+            "fetch": (
+                self._fetch(),
+                Pointer(Region.ARENA, self._result_at, nbytes, Access.READ),
+                Pointer(Region.HOST_IO, shape.result_offset, nbytes, Access.WRITE),
+            ),
+        }
+        members: dict[str, Any] = {}
+        for name, (stage, source, target) in copies.items():
+            arguments = {"step_sizes": host_sizes, "source": source, "target": target}
+            node = writer.node(name, stage, lambda rule, found=arguments: found[rule.name], 0)  # type: ignore[misc]
+            members[name] = writer.add_graph(LaunchGraph((node,)), shape, self._target)
+        return replace(shape, **members)
 
     def _write_case(self, shape: Shape, case: _Planned, writer: _Writer) -> Case:
         target, first = case.request.target, _stages(case.before)
@@ -370,7 +412,7 @@ class _ShapePlan:
                     writer.node(self._key.op, stage, self._argument(case), shape.scratch.offset)
                     for stage in variant.stages
                 ]
-                graph = writer.add_graph(_sequence([*head, *nodes]), shape, target)
+                graph = writer.add_call(_sequence([*head, *nodes]), shape, target)
                 candidates.append(Candidate(variant.config, graph))
         work, copies = self._family.work(case.request), shape.rotation.copies
         bound, _ = _PARTS[target.arch].peak.bound(work.nbytes, work.flops)
@@ -379,7 +421,7 @@ class _ShapePlan:
             repeats=copies * max(1, round(_REPLAY_SECONDS / max(bound, 1e-6) / copies)),
             nbytes=work.nbytes,
             flops=work.flops,
-            before=writer.add_graph(_sequence(head), shape, target) if head and candidates else "",
+            before=writer.add_call(_sequence(head), shape, target) if head and candidates else "",
             candidates=tuple(candidates),
         )
 
@@ -389,7 +431,7 @@ class _ShapePlan:
 
         def argument(rule: ArgumentRule) -> Argument:
             if rule.kind is ArgumentKind.WRITE and rule.name == self._result:
-                return Pointer(Region.IO, _ALIGNMENT, case.request.sizes["M"] * self._row_bytes, Access.WRITE)
+                return Pointer(Region.ARENA, self._result_at, case.request.sizes["M"] * self._row_bytes, Access.WRITE)
             if rule.kind is ArgumentKind.WORKSPACE:
                 return Pointer(Region.ARENA, self._workspace, case.workspace_bytes, Access.READ | Access.WRITE)
             if rule.kind is ArgumentKind.READ and before is not None and rule.name == before.operand:

@@ -108,10 +108,10 @@ class Executor:
 
     def time_graph(self, graph: int, num_tokens: int) -> list[float]:
         """Seconds of each node of a graph that is no step's, run once, with the sizes of a step of ``num_tokens``
-        tokens. Nothing else may be in flight."""
-        sizes = struct.pack("4i", num_tokens, 1, 1, 0)
+        tokens; not of the first node, which brings them to the others. Nothing else may be in flight."""
+        sizes = struct.pack("8i", num_tokens, 1, 1, *[0] * 5)
         self._sets[0][self._offsets[0] : self._offsets[0] + len(sizes)] = sizes
-        return [float(seconds) for _, seconds in self.device.profile(graph, num_tokens, 1, 1, 0)]
+        return [float(seconds) for _, seconds in self.device.profile(graph, num_tokens, 1, 1, 0)[1:]]
 
     def wait(self, step: InFlight, meanwhile: Callable[[], None] = lambda: None) -> StepOutputs:
         """Block until ``step`` is done. Raises _native.DeviceError if the device failed. With several io sets, which

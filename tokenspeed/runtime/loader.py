@@ -238,7 +238,7 @@ class _Preparation:
                 device.allocate("kv", self.num_pages * section.kv_page_bytes)
                 device.allocate("arena", section.arena_bytes)
                 device.allocate("state", section.state_bytes)
-                self.place.allocate_io(device, section, self._artifact.manifest.envelope.page_size)
+                self.place.allocate_io(device, section)
             except _native.DeviceError as e:  # a limit that the place does not see, such as `ulimit -v`
                 raise ResourceError(f"cannot allocate memory: {e}", hint="lower --kv-gib") from None
 
@@ -287,7 +287,7 @@ def plan_pages(artifact: Artifact, section: TargetSection, kv_gib: float | None,
     Raises ResourceError when not even one sequence of max_model_len fits, saying by how much and what to change.
     """
     envelope = artifact.manifest.envelope
-    fixed = section.weights_bytes + section.arena_bytes + section.state_bytes + place.io_sets * section.io_bytes
+    fixed = section.weights_bytes + section.arena_bytes + section.state_bytes + section.io_bytes
     one_sequence = envelope.pages_per_seq * section.kv_page_bytes
     if kv_gib is not None:
         if not 0 < kv_gib < 1 << 24:

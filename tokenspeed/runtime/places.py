@@ -16,7 +16,7 @@ from tokenspeed import _native
 from tokenspeed.artifact import Manifest, TargetSection, choose_target
 from tokenspeed.errors import ArtifactError, ResourceError, UsageError
 from tokenspeed.runtime.drivers import GPU_BACKENDS
-from tokenspeed.step import IO, OUTPUTS, STEP_SIZES, PlacedTensor
+from tokenspeed.step import STEP_SIZES
 from tokenspeed.target import GPU_TARGETS, Target, runnable_targets
 
 STEPS_IN_FLIGHT = 2
@@ -24,10 +24,6 @@ STEPS_IN_FLIGHT = 2
 GPU_RESERVE_BYTES = 512 << 20
 GPU_RESERVE_SHARE = 0.01
 """Left free on a GPU: what the driver takes for modules, graphs and local memory, and this share of all memory."""
-_COUNTED_BY = {
-    "T": (0, 0), "S": (1, 0), "S+1": (1, 1), "R": (2, 0), "A": (3, 0), "A+1": (3, 1), "B": (4, 0), "M": (5, 0)
-}  # fmt: skip
-"""By the size of a tensor's first dimension: index into STEP_COUNTS of what a step uses of it, and how many more."""
 KV_SHARE_OF_HOST = 0.25
 """Share of the host's memory left after weights and arena that KV pages may take when no size is given. The operating
 system hands the pages out as they are first used."""
@@ -58,7 +54,7 @@ class Place(Protocol):
     def free_hint(self) -> str: ...  # what to do when it is too little
     def open(self) -> Any: ...
     def available(self, device: Any) -> int: ...
-    def allocate_io(self, device: Any, section: TargetSection, page_size: int) -> None: ...
+    def allocate_io(self, device: Any, section: TargetSection) -> None: ...
     def load_files(
         self, device: Any, binaries: Sequence[BinaryPlace], graphs: Sequence[FilePlace], kv_page_bytes: int
     ) -> tuple[list[int], float, float]: ...
@@ -181,20 +177,6 @@ def _with_driver(gpu: Gpu, target: Target) -> Gpu:
     return gpu
 
 
-def _extents(io: Sequence[PlacedTensor], names: set[str], *, inside: bool) -> list[tuple[int, int, int, int]]:
-    """What a step uses of the tensors that are (or are not) among ``names``, as ``GpuDevice.bind_io`` takes it: offset,
-    bytes of an item, the size of the step (of STEP_COUNTS, or -1) that counts items, and further items."""
-    declared = {tensor.name: tensor for tensor in IO}
-    extents = []
-    for placed in io:
-        if (placed.name in names) is inside:
-            first = declared[placed.name].shape[0]
-            item_bytes = placed.nbytes // placed.shape[0]
-            scalar, more = _COUNTED_BY[first] if isinstance(first, str) else (-1, first)
-            extents.append((placed.offset, item_bytes, scalar, more))
-    return sorted(extents)
-
-
 class CpuPlace:
     """This machine's processors. ``threads`` None uses every core this process may use."""
 
@@ -216,7 +198,7 @@ class CpuPlace:
     def available(self, device: Any) -> int:
         return available_memory()
 
-    def allocate_io(self, device: Any, section: TargetSection, page_size: int) -> None:
+    def allocate_io(self, device: Any, section: TargetSection) -> None:
         device.allocate("io", section.io_bytes)
 
     def load_files(
@@ -282,15 +264,9 @@ class GpuPlace:
         free, total = device.memory()
         return max(0, int(free) - GPU_RESERVE_BYTES - int(total * GPU_RESERVE_SHARE))
 
-    def allocate_io(self, device: Any, section: TargetSection, page_size: int) -> None:
-        names = {tensor.name for tensor in OUTPUTS}
-        placed = {tensor.name: tensor for tensor in section.io}
-        table = placed["page_table"]
-        first_output = min(t.offset for t in section.io if t.name in names)
-        device.allocate_io(first_output, section.io_bytes, placed[STEP_SIZES.name].offset)
-        device.bind_io(_extents(section.io, names, inside=False), _extents(section.io, names, inside=True))
-        row_bytes = table.nbytes // table.shape[0]
-        device.bind_page_table(table.offset, row_bytes, placed["context_lens"].offset, page_size)
+    def allocate_io(self, device: Any, section: TargetSection) -> None:
+        (sizes,) = (tensor for tensor in section.io if tensor.name == STEP_SIZES.name)
+        device.allocate_io(section.io_bytes, sizes.offset)
 
     def load_files(
         self, device: Any, binaries: Sequence[BinaryPlace], graphs: Sequence[FilePlace], kv_page_bytes: int

@@ -26,7 +26,6 @@ from tokenspeed.step import align
 from tokenspeed.target import Target
 from tokenspeed.tuning_pack import (
     FORMAT_VERSION,
-    STEP_SIZES_BYTES,
     Candidate,
     Case,
     ConfigJson,
@@ -44,8 +43,6 @@ _KEEP = (1.5, 1.2, 1.1, 1.05)
 """After each round: how many times the best time a candidate may take to stay in the race; the last holds on."""
 _TIMED_STEPS = 64
 _SET_ALIGNMENT = 4096
-_LOGIT_ROWS = 2
-"""Index into STEP_SCALARS. No kernel of a pack reads it, so it says how many rows of the result are copied back."""
 _FILL_BYTES = 2 * 8388593
 """Period of the random bytes: of no simple ratio to any matrix, so that no two copies of one are equal."""
 _FILL_SEED = 20
@@ -228,6 +225,8 @@ class _Bench:
     def __init__(self, pack: TuningPack, shape: Shape, device: Any):
         self._pack, self._shape, self._device = pack, shape, device
         self._binaries: set[str] = set()
+        self._inputs = self._read(shape.inputs)
+        self._fetch = self._place(shape.fetch, self._read(shape.fetch))
 
     @classmethod
     @contextmanager
@@ -238,9 +237,7 @@ class _Bench:
             device.time_steps(_TIMED_STEPS)
             device.load_weights(str(weights), 0, shape.weights_bytes)
             device.allocate("arena", shape.arena_bytes)
-            device.allocate_io(shape.result_offset, shape.io_bytes, 0)
-            result = (shape.result_offset, shape.result_row_bytes, _LOGIT_ROWS, 0)
-            device.bind_io([(0, STEP_SIZES_BYTES, -1, 1)], [result])
+            device.allocate_io(shape.io_bytes, 0)
             yield cls(pack, shape, device)
         except _native.DeviceError as e:
             raise ResourceError(
@@ -275,13 +272,19 @@ class _Bench:
 
     def _load(self, name: str, repeats: int) -> int:
         """The handle of the graph of ``repeats`` calls. Raises ArtifactError, _native.GraphError."""
+        return self._place(name, chain(self._inputs, self._read(name), self._shape, repeats))
+
+    def _read(self, name: str) -> LaunchGraph:
         try:
-            call = LaunchGraph.decode(self._pack.read(name))
+            return LaunchGraph.decode(self._pack.read(name))
         except ProgramError as e:
             raise ArtifactError(f"{self._pack.path}: {name}: {e.message}", hint="make the pack again") from None
-        for node in call.nodes:
+
+    def _place(self, name: str, graph: LaunchGraph) -> int:
+        """The handle of ``graph``, made of the member ``name``, with the binaries that it needs."""
+        for node in graph.nodes:
             self._load_binary(name, "" if node.launch is None else node.launch.binary)
-        return int(self._device.load_graph(chain(call, self._shape, repeats).encode(), 0))
+        return int(self._device.load_graph(graph.encode(), 0))
 
     def _load_binary(self, graph: str, name: str) -> None:
         if name in self._binaries:
@@ -322,10 +325,10 @@ class _Bench:
         return best, wrong
 
     def _result(self, graph: int, rows: int, before: int) -> bytes:
-        """What ``graph`` computes where ``before``, in the same io set, has just left its own result."""
+        """What ``graph`` computes where ``before`` has just left its own result."""
         device, shape = self._device, self._shape
-        device.wait(device.submit(before, rows, 0, 0, 1))
-        device.wait(device.submit(graph, rows, 0, rows, 1))
+        for each in (before, graph, self._fetch):
+            device.wait(device.submit(each, rows, 0, rows, 1))
         start = align(shape.io_bytes, _SET_ALIGNMENT) + shape.result_offset
         return bytes(device.view("io")[start : start + rows * shape.result_row_bytes])
 

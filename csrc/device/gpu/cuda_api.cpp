@@ -22,7 +22,6 @@ class CudaDriver final : public Driver {
     resolve(context_retain_, "cuDevicePrimaryCtxRetain");
     resolve(context_release_, "cuDevicePrimaryCtxRelease_v2");
     resolve(context_current_, "cuCtxSetCurrent");
-    resolve(copy_2d_, "cuMemcpy2DAsync_v2");
     resolve(granularity_, "cuMemGetAllocationGranularity");
     resolve(reserve_, "cuMemAddressReserve");
     resolve(free_addresses_, "cuMemAddressFree");
@@ -106,20 +105,6 @@ class CudaDriver final : public Driver {
     return unmapped ? unmapped : freed ? freed : released;
   }
 
-  Status copy_rows_to_device(Address to, const void* from, size_t pitch, size_t width, size_t rows,
-                             Handle stream) const override {
-    Copy2D copy{};
-    copy.src_type = kMemoryHost;
-    copy.src_host = from;
-    copy.src_pitch = pitch;
-    copy.dst_type = kMemoryDevice;
-    copy.dst_device = to;
-    copy.dst_pitch = pitch;
-    copy.width = width;
-    copy.height = rows;
-    return copy_2d_(&copy, stream);
-  }
-
   Status prepare(const KernelLaunch& launch) const override {
     if (function_load_ != nullptr) {
       if (const Status s = function_load_(launch.function)) return s;
@@ -195,8 +180,8 @@ class CudaDriver final : public Driver {
     resolve(call.memory_info, "cuMemGetInfo_v2");
     resolve(call.host_register, "cuMemHostRegister_v2");
     resolve(call.host_unregister, "cuMemHostUnregister");
+    resolve(call.host_address, "cuMemHostGetDevicePointer_v2");
     resolve(call.copy_to_device, "cuMemcpyHtoDAsync_v2");
-    resolve(call.copy_to_host, "cuMemcpyDtoHAsync_v2");
     resolve(call.fill, "cuMemsetD8Async");
     resolve(call.module_load, "cuModuleLoadData");
     resolve(call.module_unload, "cuModuleUnload");
@@ -205,7 +190,6 @@ class CudaDriver final : public Driver {
     resolve(call.stream_destroy, "cuStreamDestroy_v2");
     resolve(call.stream_query, "cuStreamQuery");
     resolve(call.stream_synchronize, "cuStreamSynchronize");
-    resolve(call.stream_wait, "cuStreamWaitEvent");
     resolve(call.event_create, "cuEventCreate");
     resolve(call.event_destroy, "cuEventDestroy_v2");
     resolve(call.event_record, "cuEventRecord");
@@ -226,7 +210,6 @@ class CudaDriver final : public Driver {
   Status (*context_retain_)(Handle*, int device);
   Status (*context_release_)(int device);
   Status (*context_current_)(Handle);
-  Status (*copy_2d_)(const Copy2D*, Handle stream);
   Status (*granularity_)(size_t*, const MemAllocationProp*, int option);
   Status (*reserve_)(Address*, size_t bytes, size_t alignment, Address hint, unsigned long long flags);
   Status (*free_addresses_)(Address, size_t);

@@ -22,7 +22,6 @@ inline constexpr int kAllocationPinned = 1;
 inline constexpr int kLocationDevice = 1;
 inline constexpr int kAccessReadWrite = 3;
 inline constexpr int kGranularityRecommended = 1;
-inline constexpr int kMemoryHost = 1, kMemoryDevice = 2;  // CUmemorytype
 
 struct MemLocation {  // CUmemLocation
   int type, id;
@@ -40,21 +39,6 @@ struct MemAllocationProp {  // CUmemAllocationProp
 struct MemAccessDesc {  // CUmemAccessDesc
   MemLocation location;
   int flags;
-};
-struct Copy2D {  // CUDA_MEMCPY2D
-  size_t src_x, src_y;
-  int src_type;
-  const void* src_host;
-  Address src_device;
-  Handle src_array;
-  size_t src_pitch;
-  size_t dst_x, dst_y;
-  int dst_type;
-  void* dst_host;
-  Address dst_device;
-  Handle dst_array;
-  size_t dst_pitch;
-  size_t width, height;
 };
 struct KernelNodeParams {  // CUDA_KERNEL_NODE_PARAMS_v2, and _v3
   Handle func;

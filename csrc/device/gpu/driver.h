@@ -86,6 +86,7 @@ struct Allocation {
 };
 
 inline constexpr unsigned kStreamNonBlocking = 1;
+inline constexpr unsigned kHostPortable = 1, kHostMapped = 2;  // for every context; with an address on the device
 inline constexpr unsigned kEventTiming = 0, kEventBlockingSync = 1, kEventDisableTiming = 2;
 
 // Entry points of one shape in both drivers. Names: see cuda_api.cpp and hip_api.cpp.
@@ -98,8 +99,8 @@ struct EntryPoints {
   Status (*memory_info)(size_t* free, size_t* total);
   Status (*host_register)(void* memory, size_t bytes, unsigned flags);
   Status (*host_unregister)(void* memory);
+  Status (*host_address)(Address* address, void* memory, unsigned flags);  // of registered memory, to the device
   Status (*copy_to_device)(Address to, const void* from, size_t bytes, Handle stream);
-  Status (*copy_to_host)(void* to, Address from, size_t bytes, Handle stream);
   Status (*fill)(Address to, unsigned char value, size_t bytes, Handle stream);
   Status (*module_load)(Handle* module, const void* image);
   Status (*module_unload)(Handle module);
@@ -108,7 +109,6 @@ struct EntryPoints {
   Status (*stream_destroy)(Handle stream);
   Status (*stream_query)(Handle stream);
   Status (*stream_synchronize)(Handle stream);
-  Status (*stream_wait)(Handle stream, Handle event, unsigned flags);  // for the event's latest record
   Status (*event_create)(Handle* event, unsigned flags);
   Status (*event_destroy)(Handle event);
   Status (*event_record)(Handle event, Handle stream);
@@ -148,10 +148,6 @@ class Driver {
   // `hint` is the address to have if it is free.
   virtual Status allocate(Allocation* allocation, uint64_t bytes, Address hint, int device) const = 0;
   virtual Status deallocate(const Allocation& allocation) const = 0;
-
-  // Copies `rows` rows of `width` bytes from the host, `pitch` bytes apart on both sides.
-  virtual Status copy_rows_to_device(Address to, const void* from, size_t pitch, size_t width, size_t rows,
-                                     Handle stream) const = 0;
 
   // Prepares a function for launches with these sizes, and loads it onto the device where loading is lazy.
   virtual Status prepare(const KernelLaunch& launch) const = 0;

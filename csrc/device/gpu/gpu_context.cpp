@@ -111,9 +111,16 @@ PinnedMemory::PinnedMemory(std::shared_ptr<const Context> context, std::string_v
   context_->bind();
   // Touched first: the driver then finds huge pages in place, and each thread brings in its own.
   std::memset(region_->data(), 0, region_->size());
-  context_->check(context_->call().host_register(region_->base(), region_->mapped(), 0), [&] {
+  const EntryPoints& call = context_->call();
+  context_->check(call.host_register(region_->base(), region_->mapped(), kHostPortable | kHostMapped), [&] {
     return "pin " + std::to_string(nbytes) + " bytes of host memory for " + std::string(what) + " (see `ulimit -l`)";
   });
+  const Status code = call.host_address(&address_, region_->base(), 0);
+  if (code != status::kSuccess) {
+    call.host_unregister(region_->base());
+    context_->fail(code, "reach host memory for " + std::string(what));
+  }
+  address_ += static_cast<Address>(region_->data() - region_->base());
 }
 
 PinnedMemory::~PinnedMemory() {

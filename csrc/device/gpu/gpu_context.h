@@ -91,8 +91,8 @@ class DeviceMemory {
   Allocation allocation_;
 };
 
-// Host memory that the device copies from and to without the driver's help. Whoever holds region() may go on using it
-// when this object is gone, as plain memory.
+// Host memory that the device reads and writes where it lies, at address(), and copies from without the driver's help.
+// Whoever holds region() may go on using it when this object is gone, as plain memory.
 class PinnedMemory {
  public:
   // Throws DeviceError.
@@ -103,10 +103,12 @@ class PinnedMemory {
 
   const std::shared_ptr<Region>& region() const noexcept { return region_; }
   std::byte* data() const noexcept { return region_->data(); }
+  Address address() const noexcept { return address_; }  // of data(), to the device
 
  private:
   std::shared_ptr<const Context> context_;
   std::shared_ptr<Region> region_;
+  Address address_ = 0;
 };
 
 // A stream of the device, or an event: made and destroyed with the object. Throws DeviceError.

@@ -36,17 +36,8 @@ class GpuDevice::Loading {
   GpuDevice& device_;
 };
 
-bool GpuDevice::Streams::drain(double seconds) const noexcept {
-  const double end = Timeline::now() + seconds;
-  bool ended = true;
-  for (const Stream* stream : {&inputs, &main, &outputs}) ended = stream->drain(end - Timeline::now()) && ended;
-  return ended;
-}
-
 GpuDevice::IoSet::IoSet(const std::shared_ptr<const Context>& context)
-    : staged(std::make_unique<Event>(context, kEventDisableTiming)),
-      ran(std::make_unique<Event>(context, kEventDisableTiming)),
-      done(std::make_unique<Event>(context, kEventDisableTiming | kEventBlockingSync)) {}
+    : done(std::make_unique<Event>(context, kEventDisableTiming | kEventBlockingSync)) {}
 
 GpuDevice::GpuDevice(Backend backend, int ordinal, const GpuOptions& options)
     : close_seconds_(options.close_seconds), spin_seconds_(options.spin_seconds) {
@@ -64,7 +55,7 @@ GpuDevice::GpuDevice(Backend backend, int ordinal, const GpuOptions& options)
   }
   start = Timeline::now();
   context_ = std::make_shared<Context>(driver, ordinal);
-  streams_ = std::make_unique<Streams>(context_);
+  stream_ = std::make_unique<Stream>(context_);
   for (int i = 0; i < options.io_sets; ++i) io_sets_.emplace_back(context_);
   io_.num_sets = options.io_sets;
   timeline_.add("context", start);
@@ -110,8 +101,8 @@ DeviceMemory& GpuDevice::make_region(RegionKind kind, uint64_t nbytes) {
   return *region;
 }
 
-void GpuDevice::clear(const DeviceMemory& memory, const Stream& stream) {
-  context_->check(context_->call().fill(memory.address(), 0, memory.size(), stream.get()), "clear memory");
+void GpuDevice::clear(const DeviceMemory& memory) {
+  context_->check(context_->call().fill(memory.address(), 0, memory.size(), stream_->get()), "clear memory");
 }
 
 void GpuDevice::load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes,
@@ -146,75 +137,34 @@ void GpuDevice::allocate(RegionKind kind, uint64_t nbytes) {
   const std::lock_guard lock(mutex_);
   require_unsealed(std::string("allocate region ") + region_name(kind));
   if (kind == RegionKind::Weights) throw DeviceError("region weights is filled from a file: use load_weights");
-  if (kind == RegionKind::Io) throw DeviceError("region io has parts on the host too: use allocate_io");
+  if (kind == RegionKind::Io || kind == RegionKind::HostIo) {
+    throw DeviceError("regions io and host_io are allocated together: use allocate_io");
+  }
   require_new(kind);
   const DeviceMemory& region = make_region(kind, nbytes);
-  if (kind != RegionKind::Kv) clear(region, streams_->main);
+  if (kind != RegionKind::Kv) clear(region);
 }
 
-void GpuDevice::allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_sizes_offset) {
+void GpuDevice::allocate_io(uint64_t nbytes, int64_t step_sizes_offset) {
   const std::lock_guard lock(mutex_);
   require_unsealed("allocate region io");
   require_new(RegionKind::Io);
-  if (input_bytes > nbytes) {
-    throw DeviceError("region io of " + std::to_string(nbytes) + " bytes cannot begin with " +
-                      std::to_string(input_bytes) + " bytes of inputs");
-  }
   const auto at = static_cast<uint64_t>(std::max<int64_t>(step_sizes_offset, 0));
-  if (step_sizes_offset >= 0 && (at % 4 != 0 || at > input_bytes || input_bytes - at < 4 * kNumStepCounts)) {
-    throw DeviceError("step sizes need 32 bytes of the inputs at a multiple of 4, but step_sizes_offset is " +
-                      std::to_string(at) + " of " + std::to_string(input_bytes));
+  if (step_sizes_offset >= 0 && (at % 4 != 0 || at > nbytes || nbytes - at < 4 * kNumStepCounts)) {
+    throw DeviceError("step sizes need 32 bytes of region io at a multiple of 4, but step_sizes_offset is " +
+                      std::to_string(at) + " of " + std::to_string(nbytes));
   }
   const uint64_t stride = round_up(nbytes, kPage);
   const double start = Timeline::now();
-  auto host = std::make_unique<PinnedMemory>(context_, "region io", stride * io_sets_.size());
-  timeline_.add("pin io", start);
-  const DeviceMemory& device = make_region(RegionKind::Io, stride * io_sets_.size());
-  clear(device, streams_->inputs);  // before the first step's inputs are copied
+  auto host = std::make_unique<PinnedMemory>(context_, "region host_io", stride * io_sets_.size());
+  timeline_.add("pin host_io", start);
+  clear(make_region(RegionKind::Io, nbytes));
   host_io_ = std::move(host);
-  for (size_t i = 0; i < io_sets_.size(); ++i) {
-    io_sets_[i].host = host_io_->data() + i * stride;
-    io_sets_[i].device = device.address() + i * stride;
-  }
-  input_bytes_ = input_bytes;
+  for (size_t i = 0; i < io_sets_.size(); ++i) io_sets_[i].host = host_io_->data() + i * stride;
+  io_.address = host_io_->address();
   io_.nbytes = nbytes;
   io_.stride = stride;
   step_sizes_offset_ = step_sizes_offset;
-  for (auto* ranges : {&copies_.inputs, &copies_.outputs}) ranges->reserve(1);
-}
-
-void GpuDevice::bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outputs) {
-  const std::lock_guard lock(mutex_);
-  require_unsealed("bind tensors of region io");
-  const int num_scalars = step_sizes_offset_ >= 0 ? kNumStepCounts : static_cast<int>(kernels::kNumStepScalars);
-  for (const auto* extents : {&inputs, &outputs}) {
-    for (size_t i = 0; i < extents->size(); ++i) {
-      const bool ordered = i == 0 || (*extents)[i - 1].offset <= (*extents)[i].offset;
-      if ((*extents)[i].scalar < num_scalars && ordered) continue;
-      throw DeviceError("tensors of region io need ascending offsets and a step scalar below " +
-                        std::to_string(num_scalars) + ", but tensor " + std::to_string(i) +
-                        " is at offset " + std::to_string((*extents)[i].offset) + " with scalar " +
-                        std::to_string((*extents)[i].scalar));
-    }
-  }
-  inputs_ = std::move(inputs);
-  outputs_ = std::move(outputs);
-  copies_.inputs.reserve(std::max(inputs_.size(), size_t{1}));  // submit() allocates nothing
-  copies_.outputs.reserve(std::max(outputs_.size(), size_t{1}));
-}
-
-void GpuDevice::bind_page_table(const PageTable& table) {
-  const std::lock_guard lock(mutex_);
-  require_unsealed("bind the page table");
-  const auto fits = [&](uint64_t offset) { return offset % sizeof(int32_t) == 0 && offset < input_bytes_; };
-  if (!fits(table.offset) || !fits(table.context_lens) || table.row_bytes < sizeof(int32_t) || table.page_size < 1) {
-    throw DeviceError("a page table needs offsets within the " + std::to_string(input_bytes_) +
-                      " bytes of inputs, rows of 4 bytes or more and a page size of 1 or more, but has offset " +
-                      std::to_string(table.offset) + ", context lengths at " + std::to_string(table.context_lens) +
-                      ", rows of " + std::to_string(table.row_bytes) + " bytes and a page size of " +
-                      std::to_string(table.page_size));
-  }
-  page_table_ = table;
 }
 
 std::shared_ptr<Region> GpuDevice::host_io() const {
@@ -279,7 +229,7 @@ int GpuDevice::load_graph(std::span<const std::byte> bytes, uint64_t kv_page_str
         timeline_.add("instantiate graph", start);
       }
       start = Timeline::now();
-      graph->upload(streams_->main.get());
+      graph->upload(stream_->get());
       timeline_.add("upload graph", start);
     } catch (...) {
       error = std::current_exception();
@@ -300,9 +250,7 @@ void GpuDevice::seal() {
   require_open();
   if (loading_ > 0) throw DeviceError("something is still being loaded: seal the device when all loads have returned");
   context_->bind();
-  for (const Stream* stream : {&streams_->inputs, &streams_->main}) {
-    context_->check(context_->call().stream_synchronize(stream->get()), "finish loading");
-  }
+  context_->check(context_->call().stream_synchronize(stream_->get()), "finish loading");
   sealed_ = true;
 }
 
@@ -316,7 +264,7 @@ void GpuDevice::close() noexcept {
   if (closed_) return;
   closed_ = true;
   lock.unlock();
-  bool ended = streams_->drain(close_seconds_);
+  bool ended = stream_->drain(close_seconds_);
   lock.lock();
   const auto idle = [&] { return loading_ == 0 && waiting_ == 0; };
   ended = idle_.wait_for(lock, std::chrono::duration<double>(close_seconds_), idle) && ended;
@@ -336,7 +284,7 @@ void GpuDevice::close() noexcept {
     abandon(host_io_);
     abandon(io_sets_);
     abandon(times_);
-    abandon(streams_);
+    abandon(stream_);
   }
   graphs_.clear();
   modules_.clear();
@@ -344,7 +292,7 @@ void GpuDevice::close() noexcept {
   host_io_.reset();
   io_sets_.clear();
   times_.reset();
-  streams_.reset();
+  stream_.reset();
 }
 
 }  // namespace tokenspeed::device::gpu

@@ -36,21 +36,6 @@ struct GpuCounters {
   uint64_t refused = 0;  // attempts that a sealed device turned down
 };
 
-// A tensor of region io: `item_bytes` for each of step_sizes[scalar] + extra items, from `offset` on; extra items alone
-// for a negative scalar. Says how much of the tensor a step uses, so that no more is copied.
-struct IoExtent {
-  uint64_t offset, item_bytes;
-  int scalar;
-  uint64_t extra;
-};
-
-// The page table among the inputs: a row of `row_bytes` for each sequence, of which a step uses an int32 for every
-// `page_size` positions of its sequence, as the int32 per sequence at `context_lens` says.
-struct PageTable {
-  uint64_t offset = 0, row_bytes = 0, context_lens = 0;
-  int32_t page_size = 1;
-};
-
 // Methods may be called from any thread. After seal() nothing is allocated, loaded or instantiated any more. Each
 // throws DeviceLostError once the device is lost.
 class GpuDevice {
@@ -68,15 +53,11 @@ class GpuDevice {
   void load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes, const StreamOptions& options);
   // Regions kv, arena and state. All are zero but kv, whose pages may hold anything.
   void allocate(RegionKind kind, uint64_t nbytes);
-  // Region io: [0, input_bytes) is copied to the device before a step, the rest back after it. Host and device have a
-  // copy of it for each set. The int32[8] at `step_sizes_offset`, unless that is negative, are the step's sizes:
-  // submit() writes the first three, the host the others.
-  void allocate_io(uint64_t input_bytes, uint64_t nbytes, int64_t step_sizes_offset);
-  // Limits what a step copies to what its sizes say. Ranges that are near each other are copied in one.
-  void bind_io(std::vector<IoExtent> inputs, std::vector<IoExtent> outputs);
-  // Limits what a step copies of a page table's rows to what its longest sequence uses.
-  void bind_page_table(const PageTable& table);
-  // The host's copies of region io, one per set, each beginning at a multiple of 4096 bytes.
+  // Region io on the device, and region host_io: a set of as many bytes for each step that may be in flight, in host
+  // memory that graphs read a step's inputs from and write its outputs to. The int32[8] at `step_sizes_offset` of a
+  // set, unless that is negative, are the step's sizes: submit() writes the first three, the host the others.
+  void allocate_io(uint64_t nbytes, int64_t step_sizes_offset);
+  // Region host_io, one set after another, each beginning at a multiple of 4096 bytes.
   std::shared_ptr<Region> host_io() const;
 
   // Throws GraphError for the bytes' faults, DeviceError for the caller's.
@@ -84,8 +65,8 @@ class GpuDevice {
   // Returns the graph's handle. Throws likewise.
   int load_graph(std::span<const std::byte> bytes, uint64_t kv_page_stride);
 
-  // Queues a step behind those in flight: graphs run one after another, and beside them copies of the inputs of steps
-  // to come and of the outputs of steps that ended. Its io set belongs to the device until wait() has returned.
+  // Queues a step behind those in flight: graphs run one after another, each reading its io set and writing to it. The
+  // set belongs to the device until wait() has returned.
   Ticket submit(int graph, const StepSizes& sizes, int io_set);
   // Waits until the step of `ticket`, and all before it, are done and their outputs are in the host's memory: true.
   // False if they are not after `seconds`.
@@ -104,29 +85,13 @@ class GpuDevice {
   void close() noexcept;
 
  private:
-  // Of work that runs side by side; events order it where that is needed.
-  struct Streams {
-    explicit Streams(const std::shared_ptr<const Context>& c) : inputs(c), main(c), outputs(c) {}
-    bool drain(double seconds) const noexcept;  // see Stream::drain
-
-    Stream inputs, main, outputs;  // copies to the device, graphs, copies back
-  };
   struct IoSet {
     explicit IoSet(const std::shared_ptr<const Context>& context);
 
-    std::unique_ptr<Event> staged, ran, done;  // the end of the inputs' copies, of the graph, of the outputs' copies
+    std::unique_ptr<Event> done;  // the end of the graph of the step that used it last
     std::byte* host = nullptr;
-    Address device = 0;
-    Ticket ticket = 0;  // of the step that used it last
-    bool busy = false;  // whether that step is not known to be done
-  };
-  struct CopyRange {
-    uint64_t begin, end;
-  };
-  // Of the step that is being submitted.
-  struct Copies {
-    uint64_t page_row_bytes = 0;  // of each row of the page table; 0 where the rows are among the inputs
-    std::vector<CopyRange> inputs, outputs;
+    Ticket ticket = 0;  // of that step
+    bool busy = false;  // whether it is not known to be done
   };
   class Loading;
   static constexpr int kNumStepCounts = 8;  // of step_sizes in tokenspeed/step.py
@@ -136,16 +101,10 @@ class GpuDevice {
   void require_new(RegionKind kind) const;
   void count_region(uint64_t nbytes);
   DeviceMemory& make_region(RegionKind kind, uint64_t nbytes);
-  void clear(const DeviceMemory& memory, const Stream& stream);
+  void clear(const DeviceMemory& memory);
   GpuGraph& graph_of(int graph, const StepSizes& sizes, int io_set);
   void require_free(IoSet& set, int index);
-  uint64_t page_row_bytes(const IoSet& set, const StepSizes& sizes) const;
-  void find_ranges(std::vector<CopyRange>& ranges, const IoSet& set, const std::vector<IoExtent>& extents,
-                   const StepSizes& sizes, uint64_t begin, uint64_t end, uint64_t without = UINT64_MAX) const;
-  void plan(const IoSet& set, const StepSizes& sizes);
-  void stage(const IoSet& set, const StepSizes& sizes);
-  void collect(const IoSet& set);
-  void order(const Event& end_of, const Stream& before, const Stream& after);
+  void write_sizes(const IoSet& set, const StepSizes& sizes);
   template <typename Run>
   void follow(const Run& run);
   template <typename Count>
@@ -158,18 +117,14 @@ class GpuDevice {
   std::condition_variable idle_;
   Timeline timeline_;
   std::shared_ptr<const Context> context_;
-  std::unique_ptr<Streams> streams_;
+  std::unique_ptr<Stream> stream_;  // all work but the copies of weights
   DeviceRegions regions_;
   Modules modules_;
   std::vector<std::unique_ptr<GpuGraph>> graphs_;  // null while it is loaded
   std::unique_ptr<PinnedMemory> host_io_;
   std::vector<IoSet> io_sets_;
-  uint64_t input_bytes_ = 0;
-  IoLayout io_;
+  HostIo io_;
   int64_t step_sizes_offset_ = -1;
-  std::vector<IoExtent> inputs_, outputs_;
-  PageTable page_table_;  // row_bytes is 0 where nobody named one
-  Copies copies_;
   std::unique_ptr<StepTimes> times_;
   Ticket last_ticket_ = 0, done_ticket_ = 0;
   std::array<GpuCounters, 2> counters_;  // in all, and after seal()

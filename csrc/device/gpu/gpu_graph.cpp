@@ -46,13 +46,13 @@ class Binder {
   }
 
   // Appends the words of a parameter, whose bytes are the first of them, and the places of those that point into
-  // region io.
+  // region host_io.
   void append_words(size_t node, size_t arg, std::vector<uint64_t>& words, std::vector<size_t>& io_words) const {
     const GraphNode& n = graph_.nodes[node];
     const GraphArg& a = n.args[arg];
     const size_t first = words.size();
     if (a.kind != ArgKind::Bytes) {
-      if (a.kind == ArgKind::Pointer && a.region == RegionKind::Io) io_words.push_back(first);
+      if (a.kind == ArgKind::Pointer && a.region == RegionKind::HostIo) io_words.push_back(first);
       return words.push_back(value_of(node, arg));
     }
     words.resize(first + words_of(a));
@@ -61,7 +61,7 @@ class Binder {
       if (inner.arg != arg) continue;
       const size_t word = first + inner.place / 8;
       words[word] = resolve(node, arg, inner.pointer);
-      if (inner.pointer.region == RegionKind::Io) io_words.push_back(word);
+      if (inner.pointer.region == RegionKind::HostIo) io_words.push_back(word);
     }
   }
 
@@ -136,21 +136,26 @@ class Binder {
   }
 
   Address resolve(size_t node, size_t arg, const GraphArg& a) const {
-    const DeviceMemory* region = context_.regions[static_cast<size_t>(a.region)].get();
     const std::string name = std::string("region ") + region_name(a.region);
-    if (region == nullptr) fail(node, arg, "points into " + name + ", which is not allocated: allocate it first");
+    const auto [address, size] = range_of(a.region);
+    if (address == 0) fail(node, arg, "points into " + name + ", which is not allocated: allocate it first");
     if (a.region == RegionKind::Weights && (a.access & kAccessWrite) != 0) {
       fail(node, arg, "writes to " + name + ", which is read-only");
     }
     const bool paged = a.region == RegionKind::Kv;
-    const uint64_t have = paged                          ? std::min(context_.kv_page_stride, region->size())
-                          : a.region == RegionKind::Io ? context_.io.nbytes
-                                                         : region->size();
+    const uint64_t have = paged ? std::min(context_.kv_page_stride, size) : size;
     if (a.value > have || a.extent > have - a.value) {
       fail(node, arg, "needs " + number(a.extent) + " bytes at offset " + number(a.value) + " of " +
                           (paged ? "a page of " : "") + name + ", which has " + number(have));
     }
-    return region->address() + a.value;
+    return address + a.value;
+  }
+
+  // Of a region (of host_io: of set 0); address 0 where it is not allocated.
+  std::pair<Address, uint64_t> range_of(RegionKind kind) const {
+    if (kind == RegionKind::HostIo) return {context_.host_io.address, context_.host_io.nbytes};
+    const DeviceMemory* region = context_.regions[static_cast<size_t>(kind)].get();
+    return region == nullptr ? std::pair<Address, uint64_t>{} : std::pair{region->address(), region->size()};
   }
 
   const LaunchGraph& graph_;
@@ -160,7 +165,7 @@ class Binder {
 }  // namespace
 
 GpuGraph::GpuGraph(const LaunchGraph& graph, const GraphContext& context)
-    : context_(context.context), io_stride_(context.io.stride) {
+    : context_(context.context), io_stride_(context.host_io.stride) {
   size_t num_args = 0, num_words = 0;
   for (const GraphNode& node : graph.nodes) {
     num_args += node.args.size();
@@ -169,7 +174,7 @@ GpuGraph::GpuGraph(const LaunchGraph& graph, const GraphContext& context)
   values_.reserve(num_words);  // neither moves from here on
   pointers_.reserve(num_args);
   nodes_.reserve(graph.nodes.size());
-  execs_.reserve(static_cast<size_t>(context.io.num_sets));
+  execs_.reserve(static_cast<size_t>(context.host_io.num_sets));
   context_->bind();
   const Binder binder(graph, context);
   for (size_t n = 0; n < graph.nodes.size(); ++n) {

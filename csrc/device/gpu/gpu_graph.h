@@ -17,10 +17,11 @@ namespace tokenspeed::device::gpu {
 using Modules = std::map<std::string, std::unique_ptr<Module>, std::less<>>;
 using DeviceRegions = std::array<std::unique_ptr<DeviceMemory>, kNumRegions>;
 
-// Region io on the device: a copy for each step that may be in flight, one after another.
-struct IoLayout {
-  uint64_t nbytes = 0;  // of one copy
-  uint64_t stride = 0;  // bytes from a copy to the next
+// Region host_io: the host's memory of inputs and outputs, a set for each step that may be in flight, one after another.
+struct HostIo {
+  Address address = 0;  // of set 0, to the device; 0 while there is none
+  uint64_t nbytes = 0;  // of one set
+  uint64_t stride = 0;  // bytes from a set to the next
   int num_sets = 1;
 };
 
@@ -30,13 +31,13 @@ struct GraphContext {
   const DeviceRegions& regions;
   const Modules& modules;
   uint64_t kv_page_stride;  // bytes from a KV page to the next
-  IoLayout io;
+  HostIo host_io;
 };
 
 class GpuGraph {
  public:
   // Checks and resolves the graph. Throws GraphError, naming node and argument, for an unknown binary or kernel,
-  // parameters that are not the kernel's, a pointer outside of its region (for kv: of one page; for io: of one copy),
+  // parameters that are not the kernel's, a pointer outside of its region (for kv: of one page; for host_io: of one set),
   // or a launch beyond the device's limits.
   GpuGraph(const LaunchGraph& graph, const GraphContext& context);
   ~GpuGraph();
@@ -69,7 +70,7 @@ class GpuGraph {
   std::vector<Node> nodes_;
   std::vector<uint64_t> values_;   // of parameters, each in the first bytes of its words
   std::vector<void*> pointers_;    // to the values: what the driver takes
-  std::vector<size_t> io_values_;  // the values that point into region io: of set pointed_to_
+  std::vector<size_t> io_values_;  // the values that point into region host_io: to set pointed_to_
   uint64_t io_stride_;
   int pointed_to_ = 0;
   Handle graph_ = nullptr;      // while it is built

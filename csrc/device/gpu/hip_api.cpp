@@ -33,7 +33,6 @@ class HipDriver final : public Driver {
     resolve(set_device_, "hipSetDevice");
     resolve(malloc_, "hipMalloc");
     resolve(free_, "hipFree");
-    resolve(copy_2d_, "hipMemcpy2DAsync");
     resolve(add_kernel_, "hipGraphAddKernelNode");
     resolve(launch_, "hipModuleLaunchKernel");
   }
@@ -77,12 +76,6 @@ class HipDriver final : public Driver {
   }
   Status deallocate(const Allocation& allocation) const override { return free_(allocation.address); }
 
-  Status copy_rows_to_device(Address to, const void* from, size_t pitch, size_t width, size_t rows,
-                             Handle stream) const override {
-    constexpr int kHostToDevice = 1;  // hipMemcpyHostToDevice
-    return copy_2d_(to, pitch, from, pitch, width, rows, kHostToDevice, stream);
-  }
-
   Status prepare(const KernelLaunch&) const override { return status::kSuccess; }
   // HIP has no call that tells; the artifact's verifier reads them from the code object instead.
   Status parameter_sizes(Handle, std::vector<size_t>*, bool* known) const override {
@@ -114,8 +107,8 @@ class HipDriver final : public Driver {
     resolve(call.memory_info, "hipMemGetInfo");
     resolve(call.host_register, "hipHostRegister");
     resolve(call.host_unregister, "hipHostUnregister");
+    resolve(call.host_address, "hipHostGetDevicePointer");
     resolve(call.copy_to_device, "hipMemcpyHtoDAsync");
-    resolve(call.copy_to_host, "hipMemcpyDtoHAsync");
     resolve(call.fill, "hipMemsetD8Async");
     resolve(call.module_load, "hipModuleLoadData");
     resolve(call.module_unload, "hipModuleUnload");
@@ -124,7 +117,6 @@ class HipDriver final : public Driver {
     resolve(call.stream_destroy, "hipStreamDestroy");
     resolve(call.stream_query, "hipStreamQuery");
     resolve(call.stream_synchronize, "hipStreamSynchronize");
-    resolve(call.stream_wait, "hipStreamWaitEvent");
     resolve(call.event_create, "hipEventCreateWithFlags");
     resolve(call.event_destroy, "hipEventDestroy");
     resolve(call.event_record, "hipEventRecord");
@@ -145,8 +137,6 @@ class HipDriver final : public Driver {
   Status (*set_device_)(int);
   Status (*malloc_)(Address*, size_t);
   Status (*free_)(Address);
-  Status (*copy_2d_)(Address to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows,
-                     int kind, Handle stream);
   Status (*add_kernel_)(Handle* node, Handle graph, const Handle* predecessors, size_t count, const KernelNodeParams*);
   Status (*launch_)(Handle function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                     unsigned shared_bytes, Handle stream, void** params, void** extra);

@@ -116,19 +116,13 @@ Status cuMemSetAccess(Address address, size_t bytes, const MemAccessDesc* access
   std::memset(reinterpret_cast<void*>(address), 0xa5, std::min<size_t>(bytes, 1 << 16));  // memory comes as it is
   return status::kSuccess;
 }
-Status cuMemHostRegister_v2(void* memory, size_t bytes, unsigned) { return host_register(memory, bytes); }
+Status cuMemHostRegister_v2(void* memory, size_t bytes, unsigned flags) { return host_register(memory, bytes, flags); }
 Status cuMemHostUnregister(void* memory) { return host_unregister(memory); }
+Status cuMemHostGetDevicePointer_v2(Address* address, void* memory, unsigned flags) {
+  return host_address(address, memory, flags);
+}
 Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, Handle stream) {
-  return copy("copy_to_device", reinterpret_cast<void*>(to), from, bytes, stream);
-}
-Status cuMemcpy2DAsync_v2(const Copy2D* c, Handle stream) {
-  if (c->src_type != kMemoryHost || c->dst_type != kMemoryDevice || c->src_pitch != c->dst_pitch) {
-    return status::kInvalidValue;
-  }
-  return copy_rows(reinterpret_cast<void*>(c->dst_device), c->src_host, c->src_pitch, c->width, c->height, stream);
-}
-Status cuMemcpyDtoHAsync_v2(void* to, Address from, size_t bytes, Handle stream) {
-  return copy("copy_to_host", to, reinterpret_cast<void*>(from), bytes, stream);
+  return copy_to_device(reinterpret_cast<void*>(to), from, bytes, stream);
 }
 Status cuMemsetD8Async(Address to, unsigned char value, size_t bytes, Handle stream) {
   return fill(reinterpret_cast<void*>(to), value, bytes, stream);
@@ -159,7 +153,6 @@ Status cuStreamCreate(Handle* stream, unsigned) { return stream_create(stream); 
 Status cuStreamDestroy_v2(Handle stream) { return stream_destroy(stream); }
 Status cuStreamQuery(Handle stream) { return stream_query(stream); }
 Status cuStreamSynchronize(Handle stream) { return stream_synchronize(stream); }
-Status cuStreamWaitEvent(Handle stream, Handle event, unsigned) { return stream_wait(stream, event); }
 Status cuEventCreate(Handle* event, unsigned flags) { return event_create(event, flags); }
 Status cuEventDestroy_v2(Handle event) { return event_destroy(event); }
 Status cuEventRecord(Handle event, Handle stream) { return event_record(event, stream); }

@@ -34,14 +34,8 @@ struct Module {
   std::vector<std::unique_ptr<Function>> functions;
   int id;
 };
-struct Stream;
-struct Work {
-  std::function<void()> run;
-  Stream* after = nullptr;  // if not null: not before that stream has done `position` pieces
-  uint64_t position = 0;
-};
 struct Stream {
-  std::deque<Work> work;
+  std::deque<std::function<void()>> work;
   uint64_t submitted = 0, done = 0;
   bool running = false;
   int id;
@@ -69,7 +63,7 @@ struct State {
   std::map<std::string, std::map<int, Status>> failures;  // by entry, then by number of calls to go
   Status sticky = 0;
   std::map<std::string, KernelInfo> kernels;
-  std::map<const char*, size_t> pinned;
+  std::map<const char*, unsigned> pinned;  // what was registered, with its flags
   std::map<int, Stream*> streams;
   Settings settings{"", 0, 0};
   uint64_t used = 0;
@@ -140,20 +134,17 @@ std::string describe(const Node& node, const KernelLaunch& launch) {
   return text;
 }
 
-void enqueue(Handle stream, std::function<void()> run, Stream* after = nullptr, uint64_t position = 0) {
+void enqueue(Handle stream, std::function<void()> run) {
   Stream& s = as<Stream>(stream);
-  s.work.push_back({std::move(run), after, position});
+  s.work.push_back(std::move(run));
   ++s.submitted;
 }
 
-// Does one piece of work, of this stream or of one that it waits for, without the lock: kernels may be anything. False
-// if there is none to do now.
+// Does one piece of the stream's work, without the lock: kernels may be anything. False if there is none to do now.
 bool advance(std::unique_lock<std::mutex>& lock, Stream& stream) {
   if (stream.running || stream.work.empty() || state().hangs) return false;
-  const Work& next = stream.work.front();
-  if (next.after != nullptr && next.after->done < next.position) return advance(lock, *next.after);
   stream.running = true;
-  const auto run = std::move(stream.work.front().run);
+  const auto run = std::move(stream.work.front());
   stream.work.pop_front();
   lock.unlock();
   run();
@@ -355,16 +346,6 @@ std::pair<Stream*, uint64_t> recorded(Handle event) {
 
 }  // namespace
 
-Status stream_wait(Handle stream, Handle event) {
-  if (const Call call("stream_wait", "stream=%d event=%d", as<Stream>(stream).id, as<Event>(event).id); call.fails()) {
-    return call.code();
-  }
-  const auto [after, position] = recorded(event);
-  const std::lock_guard lock(state().mutex);
-  if (after != nullptr) enqueue(stream, [] {}, after, position);
-  return status::kSuccess;
-}
-
 Status event_query(Handle event) {
   if (const Call call("event_query", "event=%d", as<Event>(event).id); call.fails()) return call.code();
   const auto [stream, position] = recorded(event);
@@ -384,24 +365,10 @@ Status event_elapsed(float* milliseconds, Handle start, Handle end) {
   return call.code();
 }
 
-Status copy(const char* entry, void* to, const void* from, size_t bytes, Handle stream) {
-  if (const Call call(entry, "bytes=%zu stream=%d", bytes, as<Stream>(stream).id); call.fails()) return call.code();
+Status copy_to_device(void* to, const void* from, size_t bytes, Handle stream) {
+  if (const Call call("copy_to_device", "bytes=%zu stream=%d", bytes, as<Stream>(stream).id); call.fails()) return call.code();
   const std::lock_guard lock(state().mutex);
   enqueue(stream, [=] { std::memcpy(to, from, bytes); });
-  return status::kSuccess;
-}
-
-Status copy_rows(void* to, const void* from, size_t pitch, size_t width, size_t rows, Handle stream) {
-  if (const Call call("copy_rows", "pitch=%zu width=%zu rows=%zu stream=%d", pitch, width, rows, as<Stream>(stream).id);
-      call.fails()) {
-    return call.code();
-  }
-  const std::lock_guard lock(state().mutex);
-  enqueue(stream, [=] {
-    for (size_t i = 0; i < rows * pitch; i += pitch) {
-      std::memcpy(static_cast<char*>(to) + i, static_cast<const char*>(from) + i, width);
-    }
-  });
   return status::kSuccess;
 }
 
@@ -495,10 +462,10 @@ Status launch(const KernelLaunch& launch, Handle stream) {
   return status::kSuccess;
 }
 
-Status host_register(void* memory, size_t bytes) {
-  if (const Call call("host_register", "bytes=%zu", bytes); call.fails()) return call.code();
+Status host_register(void* memory, size_t bytes, unsigned flags) {
+  if (const Call call("host_register", "bytes=%zu flags=%u", bytes, flags); call.fails()) return call.code();
   const std::lock_guard lock(state().mutex);
-  state().pinned[static_cast<const char*>(memory)] = bytes;
+  state().pinned[static_cast<const char*>(memory)] = flags;
   return status::kSuccess;
 }
 
@@ -506,6 +473,18 @@ Status host_unregister(void* memory) {
   const Call call("host_unregister", "%s", "");
   const std::lock_guard lock(state().mutex);
   return state().pinned.erase(static_cast<const char*>(memory)) == 1 ? call.code() : status::kInvalidValue;
+}
+
+// The device reaches memory where the host does, if it was registered so.
+Status host_address(Address* address, void* memory, unsigned flags) {
+  if (const Call call("host_address", "flags=%u", flags); call.fails()) return call.code();
+  const std::lock_guard lock(state().mutex);
+  const auto registered = state().pinned.find(static_cast<const char*>(memory));
+  if (registered == state().pinned.end() || (registered->second & tokenspeed::device::gpu::kHostMapped) == 0) {
+    return status::kInvalidValue;
+  }
+  *address = reinterpret_cast<Address>(memory);
+  return status::kSuccess;
 }
 
 }  // namespace gpu_double
@@ -559,11 +538,7 @@ void double_hang(bool hangs) {
 
 bool double_work(int stream) {
   std::unique_lock lock(state().mutex);
-  gpu_double::Stream& s = *state().streams.at(stream);
-  if (s.work.empty()) return false;
-  const gpu_double::Work& next = s.work.front();
-  if (next.after != nullptr && next.after->done < next.position) return false;
-  return gpu_double::advance(lock, s);
+  return gpu_double::advance(lock, *state().streams.at(stream));
 }
 
 }  // extern "C"

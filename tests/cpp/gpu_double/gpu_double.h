@@ -2,8 +2,7 @@
 // built once with CUDA's entry points and once with HIP's.
 //
 // Work is done late: a stream's work waits until somebody asks for it. A query does one piece, a synchronize all up to
-// its event, each with what that waits for in other streams. So a step really is in flight until it was waited for, and
-// order is what the caller made it.
+// its event. So a step really is in flight until it was waited for.
 #pragma once
 
 #include <cstddef>
@@ -27,8 +26,7 @@ void double_kernel(const char* symbol, void (*run)(void** parameters), const siz
 void double_device(const char* arch, int driver_version, uint64_t memory_bytes);
 // While true no work is done: what was submitted hangs.
 void double_hang(bool hangs);
-// Does the next piece of work of the stream with this number (as in the log) and of no other. False if there is none,
-// or if it waits for another stream. Having waited is a piece of its own.
+// Does the next piece of work of the stream with this number (as in the log) and of no other. False if there is none.
 bool double_work(int stream);
 }
 
@@ -68,15 +66,13 @@ Status stream_create(Handle* stream);
 Status stream_destroy(Handle stream);
 Status stream_query(Handle stream);
 Status stream_synchronize(Handle stream);
-Status stream_wait(Handle stream, Handle event);
 Status event_create(Handle* event, unsigned flags);
 Status event_destroy(Handle event);
 Status event_record(Handle event, Handle stream);
 Status event_query(Handle event);
 Status event_synchronize(Handle event);
 Status event_elapsed(float* milliseconds, Handle start, Handle end);
-Status copy(const char* entry, void* to, const void* from, size_t bytes, Handle stream);
-Status copy_rows(void* to, const void* from, size_t pitch, size_t width, size_t rows, Handle stream);
+Status copy_to_device(void* to, const void* from, size_t bytes, Handle stream);
 Status fill(void* to, unsigned char value, size_t bytes, Handle stream);
 Status graph_create(Handle* graph);
 Status graph_destroy(Handle graph);
@@ -88,7 +84,8 @@ Status graph_exec_destroy(Handle exec);
 Status graph_upload(Handle exec, Handle stream);
 Status graph_launch(Handle exec, Handle stream);
 Status launch(const KernelLaunch& launch, Handle stream);
-Status host_register(void* memory, size_t bytes);
+Status host_register(void* memory, size_t bytes, unsigned flags);
 Status host_unregister(void* memory);
+Status host_address(Address* address, void* memory, unsigned flags);
 
 }  // namespace gpu_double

@@ -72,18 +72,13 @@ Status hipFree(Address address) {
   std::free(reinterpret_cast<void*>(address));
   return call.code();
 }
-Status hipHostRegister(void* memory, size_t bytes, unsigned) { return host_register(memory, bytes); }
+Status hipHostRegister(void* memory, size_t bytes, unsigned flags) { return host_register(memory, bytes, flags); }
 Status hipHostUnregister(void* memory) { return host_unregister(memory); }
+Status hipHostGetDevicePointer(Address* address, void* memory, unsigned flags) {
+  return host_address(address, memory, flags);
+}
 Status hipMemcpyHtoDAsync(Address to, const void* from, size_t bytes, Handle stream) {
-  return copy("copy_to_device", reinterpret_cast<void*>(to), from, bytes, stream);
-}
-Status hipMemcpy2DAsync(Address to, size_t to_pitch, const void* from, size_t from_pitch, size_t width, size_t rows,
-                        int kind, Handle stream) {
-  if (kind != 1 || to_pitch != from_pitch) return status::kInvalidValue;
-  return copy_rows(reinterpret_cast<void*>(to), from, from_pitch, width, rows, stream);
-}
-Status hipMemcpyDtoHAsync(void* to, Address from, size_t bytes, Handle stream) {
-  return copy("copy_to_host", to, reinterpret_cast<void*>(from), bytes, stream);
+  return copy_to_device(reinterpret_cast<void*>(to), from, bytes, stream);
 }
 Status hipMemsetD8Async(Address to, unsigned char value, size_t bytes, Handle stream) {
   return fill(reinterpret_cast<void*>(to), value, bytes, stream);
@@ -99,7 +94,6 @@ Status hipStreamCreateWithFlags(Handle* stream, unsigned) { return stream_create
 Status hipStreamDestroy(Handle stream) { return stream_destroy(stream); }
 Status hipStreamQuery(Handle stream) { return stream_query(stream); }
 Status hipStreamSynchronize(Handle stream) { return stream_synchronize(stream); }
-Status hipStreamWaitEvent(Handle stream, Handle event, unsigned) { return stream_wait(stream, event); }
 Status hipEventCreateWithFlags(Handle* event, unsigned flags) { return event_create(event, flags); }
 Status hipEventDestroy(Handle event) { return event_destroy(event); }
 Status hipEventRecord(Handle event, Handle stream) { return event_record(event, stream); }
