@@ -1,14 +1,18 @@
-"""JSON from an artifact is held against what its readers expect before anything of it is used or shown."""
+"""JSON from an artifact or a pack is held against what its readers expect before anything of it is used or shown."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SHOWN = 60
+_MOST = 1 << 50  # more than any size or count
+_Record = TypeVar("_Record")
 
 
 def parse(data: bytes) -> Any:
@@ -41,6 +45,21 @@ def check(value: Any, shape: Any, where: str = "it") -> None:
             if name not in value:
                 raise ValueError(f"{where} lacks {name!r}")
             check(value[name], shape[... if ... in shape else name], f"{where}.{name}")
+
+
+def record(cls: type[_Record], raw: Mapping[str, Any], /, **parsed: Any) -> _Record:
+    """A dataclass from a JSON object, whose texts are texts and whose whole numbers count something.
+
+    Raises TypeError or ValueError. ``parsed`` replaces what needs more than that.
+    """
+    made = cls(**{**raw, **parsed})
+    for f in fields(cls):  # type: ignore[arg-type]
+        value = getattr(made, f.name)
+        if (f.type == "int" and not (type(value) is int and 0 <= value < _MOST)) or (
+            f.type == "str" and not isinstance(value, str)
+        ):
+            raise ValueError(f"{f.name} is {value!r}")
+    return made
 
 
 def _is(value: Any, kind: type, where: str) -> None:
