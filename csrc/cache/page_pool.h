@@ -1,7 +1,7 @@
 // KV pages: a fixed pool, and the move-only lease through which pages are owned.
 //
 // The pool is one array `next`: every page is in exactly one singly linked list, the free list or the list of
-// one lease. So acquiring, joining and releasing pages neither allocates nor throws, and a page cannot be in
+// one lease, or marked as detached. So acquiring, joining and releasing pages neither allocates nor throws, and a page cannot be in
 // two places at once. The free list is last in, first out: the same calls always give the same pages.
 #pragma once
 
@@ -31,8 +31,14 @@ class PageLease {
 
   int32_t num_pages() const noexcept { return num_pages_; }
 
+  // The first page; there must be one.
+  int32_t front() const noexcept;
+
   // Takes over the pages of `more`, behind its own.
   void absorb(PageLease&& more) noexcept;
+
+  // A lease of the first page alone, which this one no longer has. There must be one. O(1).
+  [[nodiscard]] PageLease take_front() noexcept;
 
   class Iterator {
    public:
@@ -88,11 +94,17 @@ class PagePool {
   // All of `num_pages` (0 or more) pages, or nothing. O(num_pages).
   [[nodiscard]] std::optional<PageLease> acquire(int32_t num_pages) noexcept;
 
+  // Pages that outlive their lease: whoever calls `detach` keeps the page by its number and must attach it again, once.
+  // O(1). A page that is not detached cannot be attached: this is what keeps a page from having two owners.
+  [[nodiscard]] int32_t detach(PageLease&& one_page) noexcept;
+  [[nodiscard]] PageLease attach(int32_t page) noexcept;
+
   int32_t num_pages() const noexcept { return static_cast<int32_t>(next_.size()); }
   int32_t num_free() const noexcept { return num_free_; }
 
  private:
   friend class PageLease;
+  static constexpr int32_t kDetached = -2;  // in `next`: in no list
   void give_back(int32_t first, int32_t last, int32_t num_pages) noexcept;  // O(1)
 
   std::vector<int32_t> next_;
