@@ -400,15 +400,20 @@ def choose_target(manifest: Manifest, runnable: Sequence[Target], wanted: Target
     """
     if wanted is not None:
         if wanted not in runnable:
-            raise ArtifactError(f"this machine cannot run {wanted}: it runs {_names(runnable)}")
+            raise ArtifactError(
+                f"this machine cannot run {wanted}: it runs {_names(runnable)}",
+                hint="see `tokenspeed doctor` for what it runs, and why not more",
+            )
         return manifest.section(wanted)
     built = {section.target: section for section in manifest.targets}
     for target in reversed(runnable):
         if str(target) in built:
             return built[str(target)]
+    rebuild = f"rebuild it with `tokenspeed build --target {runnable[-1] if runnable else 'cpu:x86-64-v3'}`"
+    no_gpu = any(Target.parse(name).is_gpu for name in built) and not any(target.is_gpu for target in runnable)
     raise ArtifactError(
         f"the artifact was built for {', '.join(built)}; this machine runs {_names(runnable)}",
-        hint=f"rebuild it with `tokenspeed build --target {runnable[-1] if runnable else 'cpu:x86-64-v3'}`",
+        hint=f"{rebuild}, or see `tokenspeed doctor` for why it finds no GPU" if no_gpu else rebuild,
     )
 
 
