@@ -160,8 +160,6 @@ class QueueEntry {
 
  private:
   friend class WaitingQueue;
-  template <queue_detail::Links QueueEntry::*links>
-  friend class queue_detail::Fifo;
   friend struct queue_detail::Lane;
   enum class Place : uint8_t { Out, Waiting, Preempted, Running };
 
@@ -228,7 +226,7 @@ class WaitingQueue {
   // The request has ended, waiting or running.
   void remove(QueueEntry& entry) noexcept;
 
-  // The tenant of an entry that waits or runs was served so many tokens (0 or more, weighted as the caller likes). O(1).
+  // The tenant of an entry that waits or runs was served so many tokens: 0 or more, weighted as the caller likes. O(1)
   void charge(QueueEntry& entry, int64_t num_tokens) noexcept;
 
   size_t size() const noexcept { return num_waiting_ + preempted_.size(); }
@@ -269,9 +267,10 @@ class WaitingQueue {
   int64_t last_number_ = INT64_MIN;
   int64_t last_time_ns_ = INT64_MIN;
 
+  using TenantHeap = queue_detail::RankedHeap<Tenant, &Tenant::position>;
   std::unordered_map<int32_t, Tenant> tenants_;  // found by id, never walked over
-  queue_detail::RankedHeap<Tenant, &Tenant::position> waiting_tenants_;  // by (counter, id); keys may be behind
-  queue_detail::RankedHeap<Tenant, &Tenant::position> debtors_;          // not active, by (counter, id)
+  TenantHeap waiting_tenants_;                   // by (counter, id); keys may be behind
+  TenantHeap debtors_;                           // not active, counter above the floor, by (counter, id)
   size_t num_active_ = 0;
   int64_t floor_ = 0;               // as of the last raise_floor
   Tenant* last_waiting_ = nullptr;  // while none waits: the last one that did, if it is active
