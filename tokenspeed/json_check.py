@@ -30,8 +30,8 @@ def check(value: Any, shape: Any, where: str = "it") -> None:
     """Raise ValueError naming the first part of ``value`` that is not of ``shape``.
 
     A shape is a type (``float`` for any finite number); a list of one shape, for any number of such; a dict of shapes
-    by name, for an object that has these fields at least; or a dict whose one name is ``...``, for an object of any
-    names.
+    by name, for an object that has these fields at least (``"name?"`` if there); or a dict whose one name is ``...``,
+    for an object of any names.
     """
     if isinstance(shape, type):
         _is(value, shape, where)
@@ -41,10 +41,14 @@ def check(value: Any, shape: Any, where: str = "it") -> None:
             check(item, shape[0], f"{where}[{position}]")
     else:
         _is(value, dict, where)
-        for name in value if ... in shape else shape:
-            if name not in value:
+        inner = dict.fromkeys(value, shape[...]) if ... in shape else shape
+        for name, kind in inner.items():
+            optional = ... not in shape and name.endswith("?")
+            name = name[:-1] if optional else name
+            if name in value:
+                check(value[name], kind, f"{where}.{name}")
+            elif not optional:
                 raise ValueError(f"{where} lacks {name!r}")
-            check(value[name], shape[... if ... in shape else name], f"{where}.{name}")
 
 
 def record(cls: type[_Record], raw: Mapping[str, Any], /, **parsed: Any) -> _Record:
