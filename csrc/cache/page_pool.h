@@ -1,8 +1,8 @@
 // KV pages: a fixed pool, and the move-only lease through which pages are owned.
 //
 // The pool is one array `next`: every page is in exactly one singly linked list, the free list or the list of
-// one lease, or marked as detached. So acquiring, joining and releasing pages neither allocates nor throws, and a page cannot be in
-// two places at once. The free list is last in, first out: the same calls always give the same pages.
+// one lease, or marked as detached. So acquiring, joining and releasing pages neither allocates nor throws, and a page
+// cannot be in two places at once. The free list is last in, first out: the same calls always give the same pages.
 #pragma once
 
 #include <cstddef>

@@ -17,10 +17,10 @@ namespace tokenspeed::cache {
 
 namespace prefix_hash {
 
-// Odd, half of the bits set, and far outside of the values that a pair of token ids can have: binary fractions of
-// the square roots of the first eight primes that leave 31 to 33 ones (the lowest bit set to one).
+// The fractions of the square roots of the first eight primes, in 64 bits. As pairs of token ids they would all be
+// far outside of any vocabulary, so no word cancels one of them.
 inline constexpr std::array<uint64_t, 8> kConstants = {
-    0x6a09e667f3bcc909, 0xbb67ae8584caa73b, 0x3c6ef372fe94f82b, 0xa54ff53a5f1d36f1,
+    0x6a09e667f3bcc908, 0xbb67ae8584caa73b, 0x3c6ef372fe94f82b, 0xa54ff53a5f1d36f1,
     0x510e527fade682d1, 0x9b05688c2b3e6c1f, 0x1f83d9abfb41bd6b, 0x5be0cd19137e2179,
 };
 

@@ -136,27 +136,28 @@ class PrefixIndex {
   };
   // The path grows by one page: `tokens` (page_size of them) are those whose keys and values `page` (a lease of one)
   // holds, or will once the steps planned so far have run. The ref must not be stale.
-  Published publish(PrefixRef& ref, std::span<const int32_t> tokens, PageLease&& page);
+  Published publish(PrefixRef& ref, std::span<const int32_t> tokens, PageLease&& page) noexcept;
 
   // Evicts until the pool has num_free free pages. False, nothing evicted: so many are not to be had.
-  bool make_room(int32_t num_free);
+  bool make_room(int32_t num_free) noexcept;
 
   // The weights changed: nothing that is cached now will be found again. Pages go at once, locked ones with their last
   // ref; such refs are stale.
-  void flush();
+  void flush() noexcept;
 
   // Copies of these nodes failed: they and all below them are not found again, refs to them are stale and broken.
   // Ids of nodes that are gone are no mistake.
-  void invalidate(std::span<const NodeId> nodes);
+  void invalidate(std::span<const NodeId> nodes) noexcept;
 
   // The host's memory failed: what is on the host alone goes away, no host page is used again. Copies that were not
   // taken yet are dropped, and nodes that a copy in was to fill are invalidated.
-  void drop_host_tier();
+  void drop_host_tier() noexcept;
 
   // Replaces the contents of both by the copies collected since the last call.
-  void take_copies(std::vector<PageCopy>& out, std::vector<PageCopy>& in);
-  // Replaces the contents by the events since the last call, in order. To be called regularly when they are recorded.
-  void take_events(std::vector<PrefixEvent>& events);
+  void take_copies(std::vector<PageCopy>& out, std::vector<PageCopy>& in) noexcept;
+  // Replaces the contents by the events since the last call, in order; what came before a Cleared is left out. To be
+  // called regularly when events are recorded.
+  void take_events(std::vector<PrefixEvent>& events) noexcept;
 
   int32_t page_size() const noexcept { return config_.page_size; }
   int32_t num_evictable() const noexcept { return num_evictable_; }  // device pages that no ref keeps
@@ -165,6 +166,7 @@ class PrefixIndex {
   int32_t num_device_pages() const noexcept { return num_device_pages_; }
   int32_t num_host_pages() const noexcept { return static_cast<int32_t>(host_pages_.size()); }  // of the tier
   int32_t num_host_pages_used() const noexcept { return num_host_pages() - static_cast<int32_t>(free_host_.size()); }
+  int64_t num_evictions() const noexcept { return num_evictions_; }  // pages that left the device, since the start
   int32_t num_namespaces() const noexcept { return num_roots_; }
   uint64_t weight_version() const noexcept { return weight_version_; }  // flushes so far
   bool has_host_tier() const noexcept { return has_host_tier_; }
@@ -193,6 +195,7 @@ class PrefixIndex {
   HostPage& host(int32_t page) noexcept { return host_pages_[static_cast<size_t>(page)]; }
   bool is_root(int32_t node) const noexcept { return node >= num_page_nodes_; }
   std::span<const int32_t> tokens_of(int32_t node) const noexcept;
+  std::span<int32_t> tokens_of(int32_t node) noexcept;
   NodeId id_of(int32_t node) const noexcept;
   int32_t resolve(NodeId id) const noexcept;  // kNoIndex: gone
 
@@ -201,32 +204,32 @@ class PrefixIndex {
   bool is_page(int32_t node, int32_t parent, uint64_t hash, const int32_t* tokens) const noexcept;
   int32_t root_of(std::string_view key) const noexcept;
   int32_t root_made(std::string_view key);
-  int32_t new_node(int32_t parent, uint64_t hash, std::span<const int32_t> tokens);
-  void link_child(int32_t parent, int32_t node) noexcept;
+  int32_t new_node(int32_t parent, uint64_t hash, const int32_t* tokens);
+  void link_sibling(int32_t& first, int32_t node) noexcept;
+  void unlink_sibling(int32_t& first, int32_t node) noexcept;
   void lock(int32_t node) noexcept;
   void release(int32_t node) noexcept;
-  void descend(PrefixRef& ref, int32_t child) noexcept;
-  void stamp_path(int32_t node) noexcept;
+  void lock_below(PrefixRef& ref, int32_t child) noexcept;
   void set_device_page(int32_t node, int32_t page) noexcept;
   void enqueue_if_leaf(int32_t node) noexcept;
   void dequeue(int32_t node) noexcept;
 
   // Leaving (prefix_evict.cpp).
+  void evict_until(int32_t num_free);
   void evict(int32_t node);
   void free_device_page(int32_t node) noexcept;
   void erase_node(int32_t node) noexcept;  // without children
-  void erase_subtree(int32_t node) noexcept;
+  void erase_subtree(int32_t top) noexcept;
   void erase_root(int32_t node) noexcept;
   void forget(int32_t node) noexcept;              // it is not found any more
   void after_child_left(int32_t parent) noexcept;  // one of its children, or that child's device page
-  void make_stale(int32_t top, bool is_broken, bool tells);
+  void make_stale(int32_t top, bool is_broken);
 
   // Host pages (prefix_host.cpp).
-  int32_t host_page_to_fill() noexcept;
+  int32_t host_page_to_fill();
   void copy_out(int32_t node);
-  void copy_in(int32_t node);
-  void cancel_copy_in(int32_t host_page) noexcept;
-  void cancel_copy_out(int32_t host_page) noexcept;
+  void restore(int32_t node, PageLease&& page);
+  void cancel(std::vector<PageCopy>& copies, int32_t HostPage::*index, int32_t host_page) noexcept;
   void free_host_page(int32_t node) noexcept;
   void link_spare(int32_t host_page) noexcept;
   void unlink_spare(int32_t host_page) noexcept;
@@ -254,9 +257,11 @@ class PrefixIndex {
   int32_t num_evictable_ = 0;
   int32_t num_device_pages_ = 0;
   bool has_host_tier_;
+  bool records_events_;
   uint64_t tick_ = 0;
   uint64_t version_ = 0;
   uint64_t weight_version_ = 0;
+  int64_t num_evictions_ = 0;
 
   std::vector<PageCopy> copies_out_;
   std::vector<PageCopy> copies_in_;
