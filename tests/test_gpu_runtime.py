@@ -180,7 +180,7 @@ def test_a_server_whose_device_is_lost_ends(artifact: Path) -> None:
     with running(engine) as server:
         metrics = server.client.get("/metrics").text
         for name in ("compilations", "module_loads", "captures", "instantiations", "allocations"):
-            assert f'tokenspeed_after_ready_{name}_total{{model_name="tiny-llama"}} 0.0' in metrics
+            assert f'tokenspeed:after_ready_{name}_total{{model_name="tiny-llama"}} 0.0' in metrics
         assert server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
         assert 'tokenspeed:step_host_seconds_count{model_name="tiny-llama",part="submit"}' in (
             server.client.get("/metrics").text
