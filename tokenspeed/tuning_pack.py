@@ -186,8 +186,7 @@ class PackManifest:
 
 def _shape(raw: Mapping[str, Any]) -> Shape:
     cases = tuple(
-        record(Case, case, candidates=tuple(record(Candidate, c) for c in case["candidates"]))
-        for case in raw["cases"]
+        record(Case, case, candidates=tuple(record(Candidate, c) for c in case["candidates"])) for case in raw["cases"]
     )
     rotation, scratch = (record(Rotation, raw[name]) for name in ("rotation", "scratch"))
     return record(Shape, raw, rotation=rotation, scratch=scratch, cases=cases)
