@@ -79,7 +79,7 @@ QueueChoice WaitingQueue::front(int64_t now_ns) noexcept {
   for (int32_t priority = 0; priority < kNumPriorities; ++priority) {
     PriorityClass& of = classes_[static_cast<size_t>(priority)];
     if (of.size == 0) continue;
-    const int64_t waited = std::max<int64_t>(now_ns - of.entries.oldest()->arrival_.time_ns, 0);
+    const int64_t waited = now_ns - of.entries.oldest()->arrival_.time_ns;
     const int64_t gained = aging_ns_ > 0 && waited >= aging_ns_ ? waited / aging_ns_ : 0;
     if (best != nullptr && priority - gained >= best_class) continue;
     best = &of;
@@ -151,7 +151,6 @@ void WaitingQueue::start_waiting(Tenant& tenant) noexcept {
   raise_floor();
   tenant.counter = std::max(tenant.counter, floor_);
   waiting_tenants_.push(tenant, {tenant.counter, tenant.id});
-  last_waiting_ = nullptr;
 }
 
 void WaitingQueue::stop_waiting(Tenant& tenant) noexcept {

@@ -273,7 +273,7 @@ class WaitingQueue {
   TenantHeap debtors_;                           // not active, counter above the floor, by (counter, id)
   size_t num_active_ = 0;
   int64_t floor_ = 0;               // as of the last raise_floor
-  Tenant* last_waiting_ = nullptr;  // while none waits: the last one that did, if it is active
+  Tenant* last_waiting_ = nullptr;  // the last one to stop waiting, if it is active; read while none waits
 };
 
 }  // namespace tokenspeed::scheduler

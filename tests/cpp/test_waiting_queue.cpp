@@ -1,4 +1,4 @@
-// Who is admitted next, against the rules at the top of waiting_queue.h and against a plain model; and deadlines.
+// Who is admitted next, against the rules at the top of waiting_queue.h and against a plain model.
 #include "scheduler/waiting_queue.h"
 
 #include <algorithm>
@@ -13,7 +13,6 @@
 #include <vector>
 
 #include "death.h"
-#include "scheduler/deadlines.h"
 #include "test.h"
 #include "waiting_queue_model.h"
 
@@ -25,8 +24,11 @@ static_assert(!std::is_copy_constructible_v<QueueEntry> && !std::is_move_constru
 static_assert(!std::is_copy_constructible_v<WaitingQueue> && !std::is_move_constructible_v<WaitingQueue>);
 static_assert(noexcept(std::declval<WaitingQueue&>().push_preempted(std::declval<QueueEntry&>())));
 
+// Counts allocations, and fails them once `num_left` more were made.
 static int64_t num_allocations = 0;
+static int64_t num_left = INT64_MAX;
 [[gnu::noinline]] void* operator new(size_t size) {
+  if (num_left-- <= 0) throw std::bad_alloc();
   ++num_allocations;
   if (void* memory = std::malloc(size)) return memory;
   throw std::bad_alloc();
@@ -263,6 +265,44 @@ TEST(misuse_stops_the_process) {
   CHECK(aborts_with("negative", [] { WaitingQueue queue(-1); }));
 }
 
+TEST(only_push_allocates) {
+  Bench b;
+  constexpr int32_t kMany = 300;
+  QueueEntry& rest = b.push(0, kMany);  // keeps the floor at 0, so that all others become debtors
+  std::vector<QueueEntry*> entries;
+  for (int32_t i = 0; i < kMany; ++i) entries.push_back(&b.push(i % kNumPriorities, i));
+  const int64_t before = num_allocations;
+  for (QueueEntry* entry : entries) b.queue.admit(*entry);
+  for (QueueEntry* entry : entries) b.queue.charge(*entry, 10), b.queue.push_preempted(*entry);
+  CHECK(b.queue.num_preempted() == kMany);
+  for (QueueEntry* entry : entries) b.queue.remove(*entry);
+  CHECK(b.queue.num_tenants() == kMany + 1 && b.queue.size() == 1);
+  b.queue.remove(rest);
+  CHECK(b.queue.num_tenants() == 0 && num_allocations == before);
+}
+
+TEST(a_push_without_memory_changes_nothing) {
+  int64_t num_failed = 0;
+  for (int64_t allowed = 0;; ++allowed) {
+    WaitingQueue queue(0);
+    QueueEntry entry;
+    bool failed = false;
+    num_left = allowed;
+    try {
+      queue.push(entry, {0, 1, 0, 0});
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    }
+    num_left = INT64_MAX;
+    CHECK(entry.is_waiting() != failed && queue.size() == !failed && queue.num_tenants() == !failed);
+    if (failed) queue.push(entry, {0, 1, 0, 0});
+    CHECK(chooses(queue, 0, entry, ChoiceReason::FairShare));
+    if (!failed) break;
+    ++num_failed;
+  }
+  CHECK(num_failed >= 4);
+}
+
 TEST(a_steady_queue_does_not_allocate) {
   WaitingQueue queue(1000);
   std::vector<QueueEntry> entries(512);
@@ -447,54 +487,6 @@ TEST(one_request_at_a_time_escapes_no_debt) {
     else b.push(0, 1);
   }
   CHECK(std::abs(served[0] - served[1]) <= 1000 && served[1] > 10000);
-}
-
-TEST(deadlines_expire_in_order_and_once) {
-  Deadlines deadlines;
-  std::vector<int64_t> out{-7};
-  CHECK(!deadlines.next() && !deadlines.remove(1));
-  for (const auto& [id, at] : {std::pair{5, 30}, {4, 20}, {9, 20}, {2, 40}, {1, 20}}) deadlines.add(id, at);
-  CHECK(deadlines.next() == 20 && deadlines.size() == 5);
-  deadlines.expired(19, out);
-  CHECK(out == std::vector<int64_t>{-7});
-  CHECK(deadlines.remove(4) && !deadlines.remove(4));
-  deadlines.expired(30, out);
-  CHECK((out == std::vector<int64_t>{-7, 1, 9, 5}));
-  CHECK(!deadlines.remove(5) && deadlines.size() == 1 && deadlines.next() == 40);
-  deadlines.add(5, 39);  // an id may come again
-  deadlines.expired(INT64_MAX, out);
-  CHECK((out == std::vector<int64_t>{-7, 1, 9, 5, 5, 2}) && deadlines.size() == 0);
-  CHECK(aborts_with("one deadline", [&] { deadlines.add(1, 1), deadlines.add(1, 2); }));
-}
-
-TEST(deadlines_agree_with_a_plain_list) {
-  Random random(3);
-  Deadlines deadlines;
-  std::map<int64_t, int64_t> plain;
-  int64_t now = 0, num_expired = 0;
-  bool same = true;
-  for (int step = 0; step < 50000; ++step) {
-    const int64_t id = draw(random, 0, 199);
-    if (draw(random, 0, 1) == 0) {
-      if (plain.emplace(id, now + draw(random, -2, 150)).second) deadlines.add(id, plain.at(id));
-    } else if (draw(random, 0, 1) == 0) {
-      same &= deadlines.remove(id) == (plain.erase(id) == 1);
-    } else {
-      now += draw(random, 0, 5);
-      std::vector<std::pair<int64_t, int64_t>> due;
-      for (const auto& [known, at] : plain) {
-        if (at <= now) due.emplace_back(at, known);
-      }
-      std::sort(due.begin(), due.end());
-      std::vector<int64_t> out, expected;
-      for (const auto& [at, known] : due) expected.push_back(known), plain.erase(known);
-      deadlines.expired(now, out);
-      same &= out == expected;
-      num_expired += static_cast<int64_t>(out.size());
-    }
-    same &= deadlines.size() == plain.size();
-  }
-  CHECK(same && num_expired > 1000);
 }
 
 TEST_MAIN

@@ -116,17 +116,16 @@ class Pair {
 
   void step() {
     now_ += draw(random_, 0, 3);
-    if (draw(random_, 0, 2000) == 0) filling_ = !filling_;
-    if (entries_.empty()) filling_ = true;
-    if (entries_.size() > crowd_) filling_ = false;
+    if (entries_.size() >= crowd_) filling_ = false;
+    if (entries_.size() <= calm_) filling_ = true, calm_ = static_cast<size_t>(draw(random_, 0, 3)) * crowd_ / 4;
     const int64_t dice = draw(random_, 0, 99);
-    if (dice < (filling_ ? 40 : 10)) push();
-    else if (dice < 65) admit_front();
-    else if (dice < 68) change(Model::kWaiting, [&](auto& e, int64_t n) { admit(e, n); });
-    else if (dice < 75) change(Model::kRunning, [&](auto& e, int64_t n) { preempt(e, n); });
-    else if (dice < 85) change(Model::kRunning, [&](auto& e, int64_t n) { charge(e, n, draw(random_, 0, 20)); });
-    else if (dice < 96) change(Model::kRunning, [&](auto&, int64_t n) { end(n); });
-    else change(dice < 98 ? Model::kWaiting : Model::kPreempted, [&](auto&, int64_t n) { end(n); });
+    if (dice < (filling_ ? 48 : 14)) push();
+    else if (dice < (filling_ ? 57 : 46)) admit_front();
+    else if (dice < (filling_ ? 59 : 47)) change(Model::kWaiting, [&](auto& e, int64_t n) { admit(e, n); });
+    else if (dice < (filling_ ? 63 : 50)) change(Model::kRunning, [&](auto& e, int64_t n) { preempt(e, n); });
+    else if (dice < (filling_ ? 72 : 58)) change(Model::kRunning, [&](auto& e, int64_t n) { charge(e, n, 7); });
+    else if (dice < (filling_ ? 97 : 98)) change(Model::kRunning, [&](auto&, int64_t n) { end(n); });
+    else change(dice < 99 ? Model::kWaiting : Model::kPreempted, [&](auto&, int64_t n) { end(n); });
   }
 
   bool agree() {
@@ -199,7 +198,7 @@ class Pair {
 
   Random random_;
   int64_t num_tenants_;
-  size_t crowd_;
+  size_t crowd_, calm_ = 0;  // the number of requests goes up and down between these
   WaitingQueue queue_;
   Model model_;
   std::map<int64_t, std::unique_ptr<QueueEntry>> entries_;
