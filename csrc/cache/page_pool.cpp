@@ -22,17 +22,15 @@ void PageLease::release() noexcept {
   num_pages_ = 0;
 }
 
-void PageLease::absorb(PageLease&& more) noexcept {
+void PageLease::join(PageLease&& more) noexcept {
   TS_ASSERT(pool_ != nullptr && pool_ == more.pool_ && this != &more, "leases joined must be of one pool, and alive");
-  if (more.num_pages_ > 0) {
-    if (num_pages_ > 0) {
-      pool_->next_[static_cast<size_t>(last_)] = more.first_;
-    } else {
-      first_ = more.first_;
-    }
-    last_ = more.last_;
-    num_pages_ += more.num_pages_;
+  if (num_pages_ > 0) {
+    pool_->next_[static_cast<size_t>(last_)] = more.first_;
+  } else {
+    first_ = more.first_;
   }
+  last_ = more.last_;
+  num_pages_ += more.num_pages_;
   more.pool_ = nullptr;
   more.first_ = more.last_ = kNone;
   more.num_pages_ = 0;

@@ -19,6 +19,7 @@ class PagePool;
 // Owns pages in the order of the positions they hold; gives them back when it dies.
 class PageLease {
  public:
+  PageLease() noexcept = default;  // of no pool; holds nothing
   PageLease(PageLease&& other) noexcept
       : pool_(std::exchange(other.pool_, nullptr)),
         first_(std::exchange(other.first_, kNone)),
@@ -27,7 +28,9 @@ class PageLease {
   PageLease& operator=(PageLease&& other) noexcept;
   PageLease(const PageLease&) = delete;
   PageLease& operator=(const PageLease&) = delete;
-  ~PageLease() { release(); }
+  ~PageLease() {
+    if (num_pages_ > 0) release();
+  }
 
   int32_t num_pages() const noexcept { return num_pages_; }
 
@@ -35,7 +38,9 @@ class PageLease {
   int32_t front() const noexcept;
 
   // Takes over the pages of `more`, behind its own.
-  void absorb(PageLease&& more) noexcept;
+  void absorb(PageLease&& more) noexcept {
+    if (more.num_pages_ > 0) join(std::move(more));
+  }
 
   // A lease of the first page alone, which this one no longer has. There must be one. O(1).
   [[nodiscard]] PageLease take_front() noexcept;
@@ -76,11 +81,12 @@ class PageLease {
   PageLease(PagePool* pool, int32_t first, int32_t last, int32_t num_pages) noexcept
       : pool_(pool), first_(first), last_(last), num_pages_(num_pages) {}
   void release() noexcept;
+  void join(PageLease&& more) noexcept;
 
-  PagePool* pool_;  // null once moved from
-  int32_t first_;
-  int32_t last_;
-  int32_t num_pages_;
+  PagePool* pool_ = nullptr;
+  int32_t first_ = kNone;
+  int32_t last_ = kNone;
+  int32_t num_pages_ = 0;
 };
 
 // Pages 0 .. num_pages-1. Must outlive its leases. Not thread-safe: the scheduler's thread owns it.
