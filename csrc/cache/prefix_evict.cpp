@@ -25,6 +25,9 @@ void PrefixIndex::evict_until(int32_t num_free) {
 void PrefixIndex::evict(int32_t node) {
   ++version_;
   ++num_evictions_;
+  const int32_t parent = at(node).parent;  // likely the next to be evicted
+  table_.prefetch(at(parent).hash);
+  if (!is_root(parent)) __builtin_prefetch(&at(at(parent).parent));
   if (at(node).host_page == kNoIndex) {
     copy_out(node);
   } else if (const int32_t page = at(node).host_page; host(page).copy_in != kNoIndex) {
@@ -33,7 +36,6 @@ void PrefixIndex::evict(int32_t node) {
     unlink_spare(page);
   }
   dequeue(node);
-  const int32_t parent = at(node).parent;
   free_device_page(node);
   if (at(node).host_page != kNoIndex) {
     enqueue_if_leaf(node);

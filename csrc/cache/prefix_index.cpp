@@ -12,6 +12,8 @@ namespace tokenspeed::cache {
 
 namespace {
 
+constexpr size_t kLine = 64 / sizeof(int32_t);  // tokens of a cache line
+
 PrefixConfig validated(const PrefixConfig& config) {
   TS_ASSERT(config.page_size >= 1 && config.num_host_pages >= 0, "a prefix index needs pages of 1 token or more");
   return config;
@@ -43,7 +45,8 @@ PrefixIndex::PrefixIndex(PagePool& pages, const PrefixConfig& config)
       config_(validated(config)),
       num_page_nodes_(pages.num_pages() + config.num_host_pages),
       nodes_(static_cast<size_t>(num_page_nodes_)),
-      tokens_(static_cast<size_t>(num_page_nodes_) * static_cast<size_t>(config.page_size)),
+      tokens_(static_cast<size_t>(num_page_nodes_) * static_cast<size_t>(config.page_size) + kLine),
+      first_token_(kLine - reinterpret_cast<uintptr_t>(tokens_.data()) / sizeof(int32_t) % kLine),
       host_pages_(static_cast<size_t>(config.num_host_pages)),
       table_(num_page_nodes_),
       has_host_tier_(config.num_host_pages > 0),
@@ -72,12 +75,12 @@ uint64_t PrefixIndex::chain_hash(uint64_t parent, const int32_t* tokens) const n
 
 std::span<int32_t> PrefixIndex::tokens_of(int32_t node) noexcept {
   const auto size = static_cast<size_t>(config_.page_size);
-  return std::span(tokens_).subspan(static_cast<size_t>(node) * size, size);
+  return std::span(tokens_).subspan(first_token_ + static_cast<size_t>(node) * size, size);
 }
 
 std::span<const int32_t> PrefixIndex::tokens_of(int32_t node) const noexcept {
   const auto size = static_cast<size_t>(config_.page_size);
-  return std::span(tokens_).subspan(static_cast<size_t>(node) * size, size);
+  return std::span(tokens_).subspan(first_token_ + static_cast<size_t>(node) * size, size);
 }
 
 bool PrefixIndex::is_page(int32_t node, int32_t parent, uint64_t hash, const int32_t* tokens) const noexcept {
@@ -130,45 +133,48 @@ void PrefixIndex::unlink_sibling(int32_t& first, int32_t node) noexcept {
   if (next != kNoIndex) at(next).prev_sibling = prev;
 }
 
-// Table slots do not depend on one another, only on the tokens: the misses of kAhead pages pass at the same time.
+// Where a page's entry in the table is depends on tokens alone, not on the pages before: so while one page is compared,
+// the memory that later ones need is on its way, their entries first, then their nodes and tokens. How far ahead that
+// goes rises with what was found, as all of it is in vain behind the last page found.
 PrefixIndex::Found PrefixIndex::find(std::string_view key, std::span<const int32_t> tokens,
                                      int32_t max_pages) const noexcept {
-  constexpr int32_t kAhead = 16;
+  constexpr int32_t kEntriesAhead = 24, kNodesAhead = 12, kRing = 32;
   const auto page_size = static_cast<size_t>(config_.page_size);
   const auto num_whole = static_cast<int32_t>(std::min<size_t>(tokens.size() / page_size, INT32_MAX));
   const int32_t limit = std::min(num_whole, max_pages);
   Found found{.version = version_};
   int32_t node = root_of(key);
   if (node == kNoIndex) return found;
-  uint64_t hash = at(node).hash;
-  for (int32_t first = 0; first < limit; first += kAhead) {
-    const int32_t count = std::min(kAhead, limit - first);
-    const int32_t* page = tokens.data() + static_cast<size_t>(first) * page_size;
-    std::array<uint64_t, kAhead> hashes;
-    for (int32_t i = 0; i < count; ++i) {
-      hash = chain_hash(hash, page + static_cast<size_t>(i) * page_size);
-      hashes[static_cast<size_t>(i)] = hash;
-      table_.prefetch(hash);
+  const auto page_at = [&](int32_t i) { return tokens.data() + static_cast<size_t>(i) * page_size; };
+  std::array<uint64_t, kRing> hashes;
+  uint64_t last_hash = at(node).hash;
+  int32_t num_hashed = 0, num_asked = 0;
+  for (int32_t i = 0; i < limit; ++i) {
+    for (const int32_t end = std::min({limit, 2 * i + 1, i + kEntriesAhead}); num_hashed < end; ++num_hashed) {
+      last_hash = chain_hash(last_hash, page_at(num_hashed));
+      hashes[static_cast<size_t>(num_hashed % kRing)] = last_hash;
+      table_.prefetch(last_hash);
     }
-    for (int32_t i = 0; i < count; ++i) {
-      const int32_t likely = table_.find(hashes[static_cast<size_t>(i)], [](int32_t) { return true; });
-      if (likely == kNoIndex) break;
-      __builtin_prefetch(&at(likely));
-      const std::span<const int32_t> own = tokens_of(likely);
-      for (size_t token = 0; token < page_size; token += 16) __builtin_prefetch(&own[token]);
+    for (const int32_t end = std::min(num_hashed, i + kNodesAhead); num_asked < end; ++num_asked) {
+      prefetch_page(table_.find(hashes[static_cast<size_t>(num_asked % kRing)], [](int32_t) { return true; }));
     }
-    for (int32_t i = 0; i < count; ++i, page += page_size) {
-      const uint64_t wanted = hashes[static_cast<size_t>(i)];
-      const int32_t child = table_.find(wanted, [&](int32_t some) { return is_page(some, node, wanted, page); });
-      if (child == kNoIndex) return found;
-      node = child;
-      found.node = id_of(node);
-      found.num_pages += 1;
-      found.num_host_pages += at(node).device_page == kNoIndex;
-      found.num_unlocked_device_pages += at(node).device_page != kNoIndex && at(node).locks == 0;
-    }
+    const uint64_t hash = hashes[static_cast<size_t>(i % kRing)];
+    const int32_t child = table_.find(hash, [&](int32_t some) { return is_page(some, node, hash, page_at(i)); });
+    if (child == kNoIndex) break;
+    node = child;
+    found.node = id_of(node);
+    found.num_pages += 1;
+    found.num_host_pages += at(node).device_page == kNoIndex;
+    found.num_unlocked_device_pages += at(node).device_page != kNoIndex && at(node).locks == 0;
   }
   return found;
+}
+
+void PrefixIndex::prefetch_page(int32_t node) const noexcept {
+  if (node == kNoIndex) return;
+  __builtin_prefetch(&at(node));
+  const std::span<const int32_t> tokens = tokens_of(node);
+  for (size_t i = 0; i < tokens.size(); i += 16) __builtin_prefetch(&tokens[i]);
 }
 
 std::optional<PrefixRef> PrefixIndex::take(std::string_view key, const Found& found) {

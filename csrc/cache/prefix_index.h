@@ -202,6 +202,7 @@ class PrefixIndex {
   // Nodes (prefix_index.cpp).
   uint64_t chain_hash(uint64_t parent, const int32_t* tokens) const noexcept;
   bool is_page(int32_t node, int32_t parent, uint64_t hash, const int32_t* tokens) const noexcept;
+  void prefetch_page(int32_t node) const noexcept;
   int32_t root_of(std::string_view key) const noexcept;
   int32_t root_made(std::string_view key);
   int32_t new_node(int32_t parent, uint64_t hash, const int32_t* tokens);
@@ -238,7 +239,8 @@ class PrefixIndex {
   const PrefixConfig config_;
   const int32_t num_page_nodes_;
   std::vector<Node> nodes_;      // [num_page_nodes], then roots
-  std::vector<int32_t> tokens_;  // [num_page_nodes][page_size]
+  std::vector<int32_t> tokens_;  // [num_page_nodes][page_size], from first_token_ on
+  const size_t first_token_;     // where a cache line begins
   std::vector<HostPage> host_pages_;
   std::vector<int32_t> free_host_;
   HashTable table_;
