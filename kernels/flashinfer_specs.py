@@ -24,6 +24,10 @@ LARGE_TILE, SMALL_TILE = 128, 64
 LARGE_TILE_ROWS = 2048
 """Rows in a bucket from which on the large tile is used."""
 _SHARED_PER_MULTIPROCESSOR = {"cuda:sm_120a": 100 << 10}  # elsewhere 228 KiB: CUDA C++ Programming Guide
+# What both phases get first, in the order that kernels/flashinfer/attention.cuh expects.
+_ARRAYS = "shared request, shared kv_tile, shared valid, shared indptr, shared last_page, shared chunk_size"
+_PLAN_ARGUMENTS = f"read cu_seqlens, read context_lens, sizes step_sizes, {_ARRAYS}"
+_ARGUMENTS = f"read q, read kv, read page_table, write out, {_ARRAYS}"
 
 HEAD_DIMS = (64, 128, 256)
 GROUPS = (1, 2, 3, 4, 6, 8, 16)
@@ -116,17 +120,16 @@ def _decode(request: Request) -> tuple[Stage, ...]:
     sizes = request.sizes
     constants = {"TOKENSPEED_HEAD_DIM": sizes["head_dim"], "TOKENSPEED_GROUP": _group(sizes)}
     plan, tiles, split = _decode_plan(sizes), _decode_tiles(sizes), _split(sizes)
-    arrays = "shared request, shared kv_tile, shared valid, shared indptr, shared last_page, shared out_indptr"
     return (
         _stage(
             "decode", "decode_plan", constants, plan,
-            f"read cu_seqlens, read context_lens, sizes step_sizes, {arrays}, shared chunk_size",
+            f"{_PLAN_ARGUMENTS}, shared out_indptr",
             {"num_seqs": sizes["num_seqs"], "pages_per_seq": sizes["pages_per_seq"], "page_size": sizes["page_size"],
              "tiles": tiles, "min_chunk": MIN_CHUNK if split else 0},
         ),
         _stage(
             "decode", "decode", constants, (*plan, *_decode_partial(sizes)),
-            f"read q, read kv, read page_table, write out, {arrays}, shared chunk_size"
+            f"{_ARGUMENTS}, shared out_indptr"
             + (", workspace partial_out, workspace partial_lse" if split else ""),
             {"num_seqs": sizes["num_seqs"], "page_size": sizes["page_size"], "page_stride": sizes["page_stride"],
              "num_kv_heads": sizes["num_kv_heads"], "tiles": tiles, "split": int(split)},
@@ -167,17 +170,16 @@ def _prefill(request: Request) -> tuple[Stage, ...]:
         "TOKENSPEED_MMA_KV": _mma_kv(_tile(sizes), sizes["head_dim"], str(request.target)),
     }
     plan, tiles = _prefill_plan(sizes), _prefill_tiles(sizes)
-    arrays = "shared request, shared query_tile, shared kv_tile, shared valid, shared indptr, shared last_page"
     return (
         _stage(
             "prefill", "prefill_plan", constants, plan,
-            f"read cu_seqlens, read context_lens, sizes step_sizes, {arrays}, shared chunk_size",
+            f"{_PLAN_ARGUMENTS}, shared query_tile",
             {"num_seqs": sizes["num_seqs"], "pages_per_seq": sizes["pages_per_seq"], "page_size": sizes["page_size"],
              "tiles": tiles},
         ),
         _stage(
             "prefill", "prefill", constants, plan,
-            f"read q, read kv, read cu_seqlens, read page_table, write out, {arrays}, shared chunk_size",
+            f"{_ARGUMENTS}, read cu_seqlens, shared query_tile",
             {"num_seqs": sizes["num_seqs"], "page_size": sizes["page_size"], "page_stride": sizes["page_stride"],
              "num_kv_heads": sizes["num_kv_heads"], "tiles": tiles},
         ),

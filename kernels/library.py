@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,10 @@ class LibraryKernel:
     def __str__(self) -> str:
         numbers = ", ".join(f"{name}={value}" for name, value in (*self.constants, *self.integers))
         return f"{self.function}[{numbers}]"
+
+    def to_json(self) -> dict[str, Any]:
+        """What a selection report tells of it: the library has its own warps and stages."""
+        return {"function": self.function, "constants": dict((*self.constants, *self.integers))}
 
     def part(self, name: str) -> Part:
         return next(part for part in self.parts if part.name == name)

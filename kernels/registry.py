@@ -168,6 +168,15 @@ class DeviceKernel:
         constants = ", ".join(f"{name}={value}" for name, value in self.constants)
         return f"{self.function}[{constants}; {self.num_warps} warps, {self.num_stages} stages]"
 
+    def to_json(self) -> dict[str, Any]:
+        """What a selection report tells of it."""
+        return {
+            "function": self.function,
+            "constants": dict(self.constants),
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+
 
 @dataclass(frozen=True)
 class Stage:

@@ -1,5 +1,5 @@
 // Runs kernels/flashinfer/plan.cuh on the host: a thread of the processor for each of the GPU's, which meet at every
-// __syncthreads and every shuffle. tests/test_capture.py puts the kernel where PLAN is and compiles this.
+// __syncthreads and every shuffle. tests/test_flashinfer_plan.py puts the kernel where PLAN is and compiles this.
 #include <algorithm>
 #include <barrier>
 #include <cstdint>

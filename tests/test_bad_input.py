@@ -88,6 +88,19 @@ def test_damaged_checkpoints(damage: Callable[[Path], None], text: str, out: Pat
     assert is_empty(out)
 
 
+def test_a_tokenizer_larger_than_the_embedding_is_refused(out: Path, tmp_path: Path) -> None:
+    """The tests' tokenizer has 267 tokens, of which the last was added to its vocabulary."""
+    with pytest.raises(CheckpointError) as caught:
+        build(write_checkpoint(tmp_path / "small", tiny(vocab_size=265)), out / "a")
+    assert caught.value.message == (
+        "the tokenizer does not fit the model: need token ids below 265, the rows of the embedding, have 2 others, "
+        "the last of them 266 ('two words')"
+    )
+    assert caught.value.hint is not None and caught.value.hint.startswith("use the tokenizer that belongs to these")
+    assert is_empty(out)
+    build(write_checkpoint(tmp_path / "fits", tiny(vocab_size=267)), out / "a", max_model_len=128)
+
+
 def test_a_longer_context_than_the_window_is_refused(out: Path, tmp_path: Path) -> None:
     changes: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 256}
     checkpoint = write_checkpoint(tmp_path / "m", **changes)

@@ -247,38 +247,6 @@ def test_run_needs_a_prompt(run: Run, tiny_artifact: Path) -> None:
 # ---- looking into an artifact ---------------------------------------------------------------------------------
 
 
-def test_inspect(run: Run, tiny_artifact: Path) -> None:
-    text = run("inspect", tiny_artifact).out
-    assert "model tiny-llama: llama" in text and "vocabulary 283" in text
-    assert f"target {Target.native()}: kernels native ABI" in text
-    manifest = run("inspect", tiny_artifact, "--json").json
-    assert manifest["digest"] == Artifact.open(tiny_artifact).digest and manifest["model"]["num_layers"] == 1
-    for name in manifest["files"]:
-        assert name in text
-    graph = manifest["targets"][0]["buckets"][0]["graph"]
-    nodes = run("inspect", tiny_artifact, "--graph", graph, "--json").json["nodes"]
-    listed = run("inspect", tiny_artifact, "--graph", graph).out.splitlines()
-    assert [line.split()[1] for line in listed][-len(nodes) :] == [node["name"] for node in nodes]
-    ops = run("inspect", tiny_artifact, "--program", "--json").json["ops"]
-    assert [line.split()[0] for line in run("inspect", tiny_artifact, "--program").out.splitlines()] == [
-        op["name"] for op in ops
-    ]
-    run("inspect", tiny_artifact, "--graph", "x").refused(2, "the artifact has no graph 'x'", graph)
-
-
-def test_explain(run: Run, tiny_artifact: Path) -> None:
-    text = run("explain", tiny_artifact).out
-    assert text.startswith(f"target {Target.native()} (features required: none)\n")
-    assert "chosen    " in text and "rejected  " in text and "dtype: need float32, serves bfloat16" in text
-    found = run("explain", tiny_artifact, "--op", "linear", "--json").json["targets"]
-    assert {d["op"] for d in found[0]["decisions"]} == {"linear"}
-    assert all(d["chosen"].startswith("linear_f32_") for d in found[0]["decisions"])
-    run("explain", tiny_artifact, "--op", "conv").refused(2, "nothing matches", "the ops are adjust_logits, embedding")
-    run("explain", tiny_artifact, "--target", "cpu:z80").refused(
-        2, "nothing matches", f"the targets are {Target.native()}"
-    )
-
-
 def test_verify(run: Run, tiny_artifact: Path) -> None:
     ran = run("verify", tiny_artifact)
     assert ran.code == 0 and f"{tiny_artifact}: ok (" in ran.out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,12 @@ pytest.importorskip("triton")
 from tokenspeed.bucket import BucketKind
 from tokenspeed.compile import build as build_module
 from tokenspeed.compile.capture import CapturedCall, CaptureJob, Captures, RawLaunch, relocate, stand_ins
+from tokenspeed.compile.capture_toolchain import source_folder
 from tokenspeed.compile.lower import Binary, LoweredTarget, TargetPlan, lower_target, plan_target
 from tokenspeed.errors import SelectionError
 from tokenspeed.graph import Access, Node, Region
 from tokenspeed.kernels.flashinfer_specs import _mma_kv, flashinfer_specs
-from tokenspeed.kernels.registry import Registry
+from tokenspeed.kernels.registry import Registry, Request
 from tokenspeed.kernels.triton_specs import triton_registry
 from tokenspeed.target import Target
 
@@ -66,6 +68,37 @@ def test_what_is_captured_is_apart_from_what_is_compiled() -> None:
     assert buckets < len(plan.captures) <= 2 * buckets  # a plan and an attention, whatever the number of layers
     scales = {job.floats for job in plan.captures if not job.kernel.function.endswith("_plan")}
     assert scales == {(64**-0.5,)}
+
+
+def enumerators(source: str, *enums: str) -> list[str]:
+    """What a launcher calls its arguments, in order: the common enum, then its own, in snake case."""
+    text = "".join((source_folder() / "flashinfer" / name).read_text() for name in ("attention.cuh", source))
+    bodies = ",".join("".join(re.findall(rf"enum {enum} {{([^}}]*)}}", text)) for enum in enums)
+    names = [word.split("=")[0].strip().removeprefix("k") for word in bodies.split(",") if word.strip()]
+    return [re.sub("(?<=[a-z])(?=[A-Z])", "_", name.removeprefix("Plan")).lower()
+            for name in names if not name.startswith("Own")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("phase", "source"), [("decode", "decode"), ("mixed", "prefill")])
+def test_arguments_come_in_the_order_that_the_launchers_expect(phase: str, source: str) -> None:
+    spec = next(spec for spec in flashinfer_specs(None) if spec.symbol == f"flashinfer_{phase}")
+    sizes = {"num_tokens": 8, "num_seqs": 8, "pages_per_seq": 4, "page_size": 64, "page_stride": 1 << 16,
+             "num_kv_heads": 2, "num_heads": 8, "head_dim": 64}  # fmt: skip
+    plan, attention = spec.stages(Request("paged_attention", H200, "bfloat16", sizes))
+    spelled = {"q": "query", "num_seqs": "seqs", "pages_per_seq": "pages"}
+    for stage, prefix, other in (
+        (plan, "Plan", {}),
+        (attention, "", {"cu_seqlens": "query_indptr", "seqs": "num_seqs"}),
+    ):
+        assert stage.library is not None
+        pointers = [spelled.get(rule.name, rule.name) for rule in stage.arguments if rule.kind != "float"]
+        assert [other.get(n, n) for n in pointers] == enumerators(
+            f"{source}.cu", f"{prefix}Pointer", f"Own{prefix}Pointer"
+        )
+        integers = [spelled.get(name, name) for name, _ in stage.library.integers]
+        assert [other.get(n, n) for n in integers] == enumerators(
+            f"{source}.cu", f"{prefix}Integer", f"Own{prefix}Integer"
+        )
 
 
 def test_the_plan_of_a_step_runs_once(low: LoweredTarget) -> None:

@@ -180,7 +180,7 @@ def test_a_server_whose_device_is_lost_ends(artifact: Path) -> None:
     with running(engine) as server:
         metrics = server.client.get("/metrics").text
         for name in ("compilations", "module_loads", "captures", "instantiations", "allocations"):
-            assert f'tokenspeed_after_ready_{name}_total{{model_name="tiny-llama"}} 0.0' in metrics
+            assert f'tokenspeed:after_ready_{name}_total{{model_name="tiny-llama"}} 0.0' in metrics
         assert server.client.post("/v1/completions", json={"prompt": "x", "max_tokens": 3}).status_code == 200
         assert 'tokenspeed:step_host_seconds_count{model_name="tiny-llama",part="submit"}' in (
             server.client.get("/metrics").text
@@ -325,9 +325,35 @@ def test_the_wrong_gpu(artifact: Path, tiny_artifact: Path, tmp_path: Path, monk
     assert error.value.message.startswith("the artifact was built for cuda:sm_100a; this machine runs cpu:")
     assert error.value.message.endswith("cuda:sm_90a; GPU 0 is NVIDIA H200, sm_90")
     assert error.value.hint == "rebuild it with `tokenspeed build --target cuda:sm_90a`"
-    plug_in(monkeypatch, gpus=(), reason="no NVIDIA driver is installed")
-    with pytest.raises(ArtifactError, match="; no NVIDIA driver is installed"):
-        loader.load(gpu_artifact(tiny_artifact, tmp_path / "h", keep_cpu=False), SMALL)
+
+
+@pytest.mark.parametrize(
+    ("reason", "shown"),
+    [
+        ("no NVIDIA driver is installed: need libcuda.so.1, have none (it): install it (or not)",
+         "no NVIDIA driver is installed"),
+        ("the NVIDIA driver finds no GPU (CUDA_ERROR_NO_DEVICE (100): no device): install it",
+         "the NVIDIA driver finds no GPU"),
+        ("the NVIDIA driver does not start: CUDA_ERROR_UNKNOWN (999): why: install it",
+         "the NVIDIA driver does not start"),
+    ],
+)  # fmt: skip
+def test_a_machine_without_a_gpu_says_so_in_a_line(
+    tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str, shown: str
+) -> None:
+    artifact = gpu_artifact(tiny_artifact, tmp_path / "h", keep_cpu=False)
+    plug_in(monkeypatch, gpus=(), reason=reason)
+    with pytest.raises(ArtifactError) as error:
+        loader.load(artifact, SMALL)
+    assert error.value.message.startswith("the artifact was built for cuda:sm_90a; this machine runs cpu:")
+    assert error.value.message.endswith(f"; {shown}") and len(error.value.message) < 200
+    assert error.value.hint is not None and error.value.hint.startswith(
+        "rebuild it with `tokenspeed build --target cpu"
+    )
+    assert error.value.hint.endswith(", or see `tokenspeed doctor` for why it finds no GPU")
+    with pytest.raises(ArtifactError, match="this machine cannot run cuda:sm_90a: it runs cpu:") as error:
+        loader.load(artifact, LoadOptions(target=Target.parse("cuda:sm_90a")))
+    assert error.value.message.endswith(f"; {shown}") and "`tokenspeed doctor`" in (error.value.hint or "")
 
 
 def test_a_driver_that_is_too_old(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,6 +32,7 @@ LAYERS: dict[str, int] = {
     "tokenspeed.kernels": 4,
     "tokenspeed.compile": 5,
     "tokenspeed.runtime": 5,
+    "tokenspeed.simulate": 5,
     "tokenspeed.cli": 6,
     "tokenspeed.__main__": 7,
 }

@@ -278,6 +278,7 @@ def test_metrics_have_vllms_names(random_server: Running) -> None:
         return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
 
     before = scrape()
+    assert all(name.startswith("tokenspeed:") for name in before)
     complete(random_server, [5, 6, 7], max_tokens=10, n=2, ignore_eos=True)
     after = scrape()
 

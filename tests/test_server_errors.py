@@ -43,6 +43,8 @@ def refused(server: Running, path: str, body: Any, status: int = 400) -> dict[st
         (b'{"prompt": "x"', "the request body is not valid JSON"),
         (b"\xff\xfe{}", "the request body is not valid JSON"),
         (b'{"prompt": "x", "temperature": NaN}', "NaN is not a JSON number"),
+        (b'{"prompt": "x", "logit_bias": {"5": 1, "5": 2}}', 'valid JSON: an object names "5" twice'),
+        (b'{"prompt": "x", "n": 1, "n": 2}', 'valid JSON: an object names "n" twice'),
         (b"[1, 2]", "the request body must be a JSON object; got a list"),
         (b"null", "the request body must be a JSON object; got null"),
         (b"[" * 50_000, "nested too deeply"),
@@ -95,6 +97,10 @@ def test_malformed_json(server: Running, body: bytes, text: str) -> None:
         ({"logit_bias": {"five": 1}}, "logit_bias must be an object whose keys are token ids; got an object"),
         ({"logit_bias": {"-1": 1}}, "logit_bias must be an object whose keys are token ids"),
         ({"logit_bias": {"5": "x"}}, "logit_bias must be an object of numbers"),
+        (
+            {"logit_bias": {"5": 1, "05": 2}},
+            "logit_bias must be an object that names each token once, and names token 5 twice; got an object",
+        ),
         ({"logit_bias": {"5": 101}}, "logit_bias must be numbers from -100 to 100; got 101 for token 5"),
         ({"logit_bias": {"99999": 1}}, "logit_bias must be a mapping of token ids from 0 to"),
         (

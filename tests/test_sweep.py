@@ -13,6 +13,7 @@ import pytest
 from gpu_double import GpuDouble, gpu_artifact, plug_in
 
 from tokenspeed import _native
+from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.cli import main
 from tokenspeed.compile.build import build
 from tokenspeed.errors import UsageError
@@ -20,7 +21,16 @@ from tokenspeed.runtime.engine import Engine, load
 from tokenspeed.runtime.guard import AFTER_READY, HostTimes, StepParts, after_ready, compilers, percentiles
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.runtime.steps import MadeStep, Sampling, SequencePart
-from tokenspeed.runtime.sweep import MIXED_ROWS, SHAPES, VARIANTS, _Maker, sweep
+from tokenspeed.runtime.sweep import (
+    MIXED_ROWS,
+    P99_STEPS,
+    SHAPES,
+    VARIANTS,
+    StepFigures,
+    _figures,
+    _Maker,
+    sweep,
+)
 from tokenspeed.step import INPUTS, IO, place
 
 
@@ -44,7 +54,7 @@ def test_a_sweep_meets_everything(engine: Engine) -> None:
     lines: list[str] = []
     report = sweep(engine, steps_per_bucket=9, progress=lines.append)
     assert [b.bucket for b in report.buckets] == sorted(e.bucket for e in engine.loaded.section.buckets)
-    assert all(b.steps == 9 and 0 < b.p50 <= b.p99 <= b.max for b in report.buckets)
+    assert all(b.steps == 9 and 0 < b.p50 <= b.max and b.p99 is None for b in report.buckets)
     assert all(b.max_over_median == b.max / b.p50 and b.longest_context > 0 for b in report.buckets)
     assert set(report.variants) == {*VARIANTS, MIXED_ROWS} and set(report.shapes) == set(SHAPES)
     assert report.steps == 9 * len(report.buckets) == sum(report.variants.values()) == sum(report.shapes.values())
@@ -52,6 +62,17 @@ def test_a_sweep_meets_everything(engine: Engine) -> None:
     assert lines[-1] == f"round 9: {len(report.buckets)} buckets"
     with pytest.raises(UsageError, match="at least one step per bucket"):
         sweep(engine, steps_per_bucket=0)
+
+
+def test_a_percentile_needs_steps_enough() -> None:
+    bucket = Bucket(BucketKind.DECODE, 8, 8, 8)
+
+    def steps(count: int, shape: str = "full") -> list[StepFigures]:
+        return [StepFigures(shape, "greedy", 8, 8, 8, 0.001 * number) for number in range(1, count + 1)]
+
+    few, many = (_figures(bucket, steps(count)) for count in (P99_STEPS - 1, P99_STEPS))
+    assert few.p99 is None and many.p99 == 0.001 * 99 < many.max == 0.1
+    assert _figures(bucket, [*steps(P99_STEPS - 1), *steps(50, "long")]).p99 is None  # long contexts count apart
 
 
 def test_a_sweep_for_a_time(engine: Engine) -> None:
@@ -142,6 +163,7 @@ def test_the_command(artifact: Path, capsys: pytest.CaptureFixture[str], tmp_pat
     assert any(e["name"] == "graphs" for e in json.loads(trace.read_text())["traceEvents"])
     assert main(args) == 0
     out = capsys.readouterr().out
+    assert all(line.split()[3] == "-" for line in out.splitlines()[1 : 1 + len(report["buckets"])])  # p99 of two steps
     assert out.splitlines()[-1] == "after ready: " + ", ".join(f"{name} 0" for name in AFTER_READY)
     assert main([*args[:3], "--seconds", "-1"]) == 2
     assert "--seconds is -1.0; it must be above 0" in capsys.readouterr().err
@@ -184,11 +206,11 @@ def test_what_counts_as_after_ready(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_percentiles_and_host_times() -> None:
     assert percentiles([]) == {"p50": 0.0, "p99": 0.0, "max": 0.0}
-    assert percentiles([float(i) for i in range(100, 0, -1)]) == {"p50": 51.0, "p99": 100.0, "max": 100.0}
+    assert percentiles([float(i) for i in range(100, 0, -1)]) == {"p50": 50.0, "p99": 99.0, "max": 100.0}
     times = HostTimes()
     times.add(4, StepParts(1.0, 0.5, 2.0, 3.0))
     times.add(8, StepParts(3.0, 0.5, 2.0, 1.0))
-    assert times.to_json()["plan"] == {"count": 2, "seconds": 4.0, "p50": 3.0, "p99": 3.0, "max": 3.0}
+    assert times.to_json()["plan"] == {"count": 2, "seconds": 4.0, "p50": 1.0, "p99": 3.0, "max": 3.0}
     assert [(seqs, sum(parts)) for seqs, parts in times.steps] == [(4, 6.5), (8, 6.5)]
     assert list(times.to_json()) == ["plan", "stage", "submit", "commit", "publish"]
     assert times.to_json()["publish"]["count"] == 0

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 from test_smollm2 import Outcome, run
-from tiny_artifact import tiny, write_checkpoint
+from tiny_artifact import VOCAB_SIZE, tiny, write_checkpoint
+from tiny_tokenizers import byte_level_json
 
 from tokenspeed.compile.build import build
 from tokenspeed.compile.checkpoint import Checkpoint, open_checkpoint
@@ -109,6 +110,8 @@ def check(prompt: list[int], outcome: Outcome, oracle: Oracle, tolerance: float)
 def test_engine_agrees_with_the_interpreter(case: Case, dtype: str, tmp_path: Path) -> None:
     config = tiny(num_layers=2, max_position_embeddings=512, **case.shape)
     checkpoint = write_checkpoint(tmp_path / "m", config, num_shards=case.num_shards, **case.config)
+    if config.vocab_size < VOCAB_SIZE:
+        (checkpoint / "tokenizer.json").write_bytes(byte_level_json(config.vocab_size))
     targets = runnable_targets()
     build(
         checkpoint, tmp_path / "a", dtype=dtype, targets=[str(t) for t in targets], page_size=PAGE_SIZE,

@@ -30,16 +30,19 @@ def byte_level(**config: Any) -> Tokenizer:
     return Tokenizer(byte_level_json(), {**CONFIG, **config})
 
 
-def byte_level_json() -> bytes:
-    """Every byte, a few merges; ids 0 to 2 are special, an added token with spaces follows the vocabulary."""
+def byte_level_json(limit: int | None = None) -> bytes:
+    """Every byte, a few merges; ids 0 to 2 are special, an added token with spaces follows the vocabulary. With a
+    ``limit`` only that many tokens: some bytes have none then."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     merges = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "w"), ("Ġw", "o"), ("Ã", "©")]
-    vocab = {token: i for i, token in enumerate((*SPECIAL, *alphabet, *("".join(m) for m in merges)))}
-    backend = Backend(models.BPE(vocab=vocab, merges=merges))
+    tokens = [*SPECIAL, *alphabet, *("".join(m) for m in merges)][:limit]
+    merges = merges if limit is None else []
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL])
-    backend.add_tokens([AddedToken("two words", special=False, normalized=False)])
+    if limit is None:
+        backend.add_tokens([AddedToken("two words", special=False, normalized=False)])
     return bytes(backend.to_str().encode())
 
 

@@ -21,14 +21,15 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tokenspeed import json_check
 from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.envelope import Envelope
 from tokenspeed.errors import ArtifactError, EnvelopeError, TargetError
+from tokenspeed.json_check import record
 from tokenspeed.step import IO, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
@@ -54,8 +55,6 @@ digest of every file but weights, and but what only other targets use; full: als
 nothing that the manifest does not list."""
 
 _CHUNK = 1 << 22
-_MOST = 1 << 62  # more than any size or count
-_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True)
@@ -199,43 +198,28 @@ class Manifest:
             return cls(
                 format_version=version,
                 tokenspeed_version=raw["tokenspeed_version"],
-                model=_record(ModelSection, raw["model"]),
+                model=record(ModelSection, raw["model"]),
                 envelope=Envelope.from_json(raw["envelope"]),
                 targets=tuple(_target_section(t) for t in raw["targets"]),
-                files={name: _record(FileEntry, entry) for name, entry in raw["files"].items()},
+                files={name: record(FileEntry, entry) for name, entry in raw["files"].items()},
             )
         except (KeyError, TypeError, ValueError, AttributeError, EnvelopeError, TargetError) as e:
             raise ArtifactError(f"manifest.json is malformed: {e}", hint="rebuild the artifact") from None
 
 
-def _record(cls: type[_Record], raw: Mapping[str, Any], /, **parsed: Any) -> _Record:
-    """A dataclass from a JSON object, whose texts are texts and whose numbers count something.
-
-    Raises TypeError or ValueError. ``parsed`` replaces what needs more than that.
-    """
-    record = cls(**{**raw, **parsed})
-    for f in fields(cls):  # type: ignore[arg-type]
-        value = getattr(record, f.name)
-        if (f.type == "int" and not (type(value) is int and 0 <= value < _MOST)) or (
-            f.type == "str" and not isinstance(value, str)
-        ):
-            raise ValueError(f"{f.name} is {value!r}")
-    return record
-
-
 def _target_section(raw: dict[str, Any]) -> TargetSection:
-    section = _record(
+    section = record(
         TargetSection,
         raw,
         io=_placed(raw["io"], raw["io_bytes"], IO),
         state=_placed(raw["state"], raw["state_bytes"], STATE),
-        binaries=tuple(_record(BinaryEntry, e) for e in raw["binaries"]),
+        binaries=tuple(record(BinaryEntry, e) for e in raw["binaries"]),
         buckets=tuple(
-            BucketEntry(_record(Bucket, e["bucket"], kind=BucketKind(e["bucket"]["kind"])), str(e["graph"]))
+            BucketEntry(record(Bucket, e["bucket"], kind=BucketKind(e["bucket"]["kind"])), str(e["graph"]))
             for e in raw["buckets"]
         ),
-        cost=_record(StepCost, raw["cost"]),
-        ceilings=tuple(_record(CeilingEntry, e) for e in raw["ceilings"]),
+        cost=record(StepCost, raw["cost"]),
+        ceilings=tuple(record(CeilingEntry, e) for e in raw["ceilings"]),
     )
     if str(Target.parse(section.target)) != section.target:
         raise ValueError(f"target is {section.target!r}")
@@ -247,7 +231,7 @@ def _target_section(raw: dict[str, Any]) -> TargetSection:
 
 def _placed(raw: Any, region_bytes: int, needed: Sequence[IoTensor]) -> tuple[PlacedTensor, ...]:
     """Tensors of a region, exactly those ``needed``, each inside the region."""
-    placed = tuple(_record(PlacedTensor, t, shape=tuple(t["shape"])) for t in raw)
+    placed = tuple(record(PlacedTensor, t, shape=tuple(t["shape"])) for t in raw)
     if [(t.name, t.dtype) for t in placed] != [(t.name, t.dtype) for t in needed]:
         raise ValueError(f"the tensors of a region are {', '.join(t.name for t in placed) or 'none'}")
     for t in placed:
@@ -417,15 +401,20 @@ def choose_target(manifest: Manifest, runnable: Sequence[Target], wanted: Target
     """
     if wanted is not None:
         if wanted not in runnable:
-            raise ArtifactError(f"this machine cannot run {wanted}: it runs {_names(runnable)}")
+            raise ArtifactError(
+                f"this machine cannot run {wanted}: it runs {_names(runnable)}",
+                hint="see `tokenspeed doctor` for what it runs, and why not more",
+            )
         return manifest.section(wanted)
     built = {section.target: section for section in manifest.targets}
     for target in reversed(runnable):
         if str(target) in built:
             return built[str(target)]
+    rebuild = f"rebuild it with `tokenspeed build --target {runnable[-1] if runnable else 'cpu:x86-64-v3'}`"
+    no_gpu = any(Target.parse(name).is_gpu for name in built) and not any(target.is_gpu for target in runnable)
     raise ArtifactError(
         f"the artifact was built for {', '.join(built)}; this machine runs {_names(runnable)}",
-        hint=f"rebuild it with `tokenspeed build --target {runnable[-1] if runnable else 'cpu:x86-64-v3'}`",
+        hint=f"{rebuild}, or see `tokenspeed doctor` for why it finds no GPU" if no_gpu else rebuild,
     )
 
 

@@ -1,14 +1,18 @@
-"""JSON from an artifact is held against what its readers expect before anything of it is used or shown."""
+"""JSON from an artifact or a pack is held against what its readers expect before anything of it is used or shown."""
 
 from __future__ import annotations
 
 import json
 import math
 import re
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SHOWN = 60
+_MOST = 1 << 50  # more than any size or count
+_Record = TypeVar("_Record")
 
 
 def parse(data: bytes) -> Any:
@@ -26,8 +30,8 @@ def check(value: Any, shape: Any, where: str = "it") -> None:
     """Raise ValueError naming the first part of ``value`` that is not of ``shape``.
 
     A shape is a type (``float`` for any finite number); a list of one shape, for any number of such; a dict of shapes
-    by name, for an object that has these fields at least; or a dict whose one name is ``...``, for an object of any
-    names.
+    by name, for an object that has these fields at least (``"name?"`` if there); or a dict whose one name is ``...``,
+    for an object of any names.
     """
     if isinstance(shape, type):
         _is(value, shape, where)
@@ -37,10 +41,29 @@ def check(value: Any, shape: Any, where: str = "it") -> None:
             check(item, shape[0], f"{where}[{position}]")
     else:
         _is(value, dict, where)
-        for name in value if ... in shape else shape:
-            if name not in value:
+        inner = dict.fromkeys(value, shape[...]) if ... in shape else shape
+        for name, kind in inner.items():
+            optional = ... not in shape and name.endswith("?")
+            name = name[:-1] if optional else name
+            if name in value:
+                check(value[name], kind, f"{where}.{name}")
+            elif not optional:
                 raise ValueError(f"{where} lacks {name!r}")
-            check(value[name], shape[... if ... in shape else name], f"{where}.{name}")
+
+
+def record(cls: type[_Record], raw: Mapping[str, Any], /, **parsed: Any) -> _Record:
+    """A dataclass from a JSON object, whose texts are texts and whose whole numbers count something.
+
+    Raises TypeError or ValueError. ``parsed`` replaces what needs more than that.
+    """
+    made = cls(**{**raw, **parsed})
+    for f in fields(cls):  # type: ignore[arg-type]
+        value = getattr(made, f.name)
+        if (f.type == "int" and not (type(value) is int and 0 <= value < _MOST)) or (
+            f.type == "str" and not isinstance(value, str)
+        ):
+            raise ValueError(f"{f.name} is {value!r}")
+    return made
 
 
 def _is(value: Any, kind: type, where: str) -> None:

@@ -22,12 +22,13 @@ import zipfile
 import zlib
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from tokenspeed.errors import ArtifactError, ResourceError, TargetError
 from tokenspeed.graph import Argument, LaunchGraph, Node, Pointer, Region
+from tokenspeed.json_check import record
 from tokenspeed.target import Target
 
 FORMAT_VERSION = 3
@@ -43,9 +44,7 @@ waited for those before it, and a device runs at most 128 grids at a time (CUDA 
 Capabilities")."""
 
 ConfigJson: TypeAlias = Mapping[str, int | float | bool | str]
-_MOST = 1 << 50
 _MOST_OF_A_MEMBER = 64 << 20  # bytes unpacked; code objects and manifests of real packs have a hundredth
-_Record = TypeVar("_Record")
 
 
 @dataclass(frozen=True)
@@ -181,7 +180,7 @@ class PackManifest:
                     "peak": Peak(**raw["peak"]),
                     "models": tuple(raw["models"]),
                     "shapes": tuple(_shape(shape) for shape in raw["shapes"]),
-                    "files": {name: _record(Member, member) for name, member in raw["files"].items()},
+                    "files": {name: record(Member, member) for name, member in raw["files"].items()},
                 }
             )
             _check(manifest)
@@ -190,25 +189,12 @@ class PackManifest:
         return manifest
 
 
-def _record(cls: type[_Record], raw: Mapping[str, Any], /, **parsed: Any) -> _Record:
-    """A dataclass whose numbers count something. Raises TypeError or ValueError."""
-    record = cls(**{**raw, **parsed})
-    for f in fields(cls):  # type: ignore[arg-type]
-        value = getattr(record, f.name)
-        if (f.type == "int" and not (type(value) is int and 0 <= value < _MOST)) or (
-            f.type == "str" and not isinstance(value, str)
-        ):
-            raise ValueError(f"{f.name} is {value!r}")
-    return record
-
-
 def _shape(raw: Mapping[str, Any]) -> Shape:
     cases = tuple(
-        _record(Case, case, candidates=tuple(_record(Candidate, c) for c in case["candidates"]))
-        for case in raw["cases"]
+        record(Case, case, candidates=tuple(record(Candidate, c) for c in case["candidates"])) for case in raw["cases"]
     )
-    rotation, scratch = (_record(Rotation, raw[name]) for name in ("rotation", "scratch"))
-    return _record(Shape, raw, rotation=rotation, scratch=scratch, cases=cases)
+    rotation, scratch = (record(Rotation, raw[name]) for name in ("rotation", "scratch"))
+    return record(Shape, raw, rotation=rotation, scratch=scratch, cases=cases)
 
 
 def _check(manifest: PackManifest) -> None:

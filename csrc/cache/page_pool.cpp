@@ -22,20 +22,30 @@ void PageLease::release() noexcept {
   num_pages_ = 0;
 }
 
-void PageLease::absorb(PageLease&& more) noexcept {
+void PageLease::join(PageLease&& more) noexcept {
   TS_ASSERT(pool_ != nullptr && pool_ == more.pool_ && this != &more, "leases joined must be of one pool, and alive");
-  if (more.num_pages_ > 0) {
-    if (num_pages_ > 0) {
-      pool_->next_[static_cast<size_t>(last_)] = more.first_;
-    } else {
-      first_ = more.first_;
-    }
-    last_ = more.last_;
-    num_pages_ += more.num_pages_;
+  if (num_pages_ > 0) {
+    pool_->next_[static_cast<size_t>(last_)] = more.first_;
+  } else {
+    first_ = more.first_;
   }
+  last_ = more.last_;
+  num_pages_ += more.num_pages_;
   more.pool_ = nullptr;
   more.first_ = more.last_ = kNone;
   more.num_pages_ = 0;
+}
+
+int32_t PageLease::front() const noexcept {
+  TS_ASSERT(num_pages_ > 0, "an empty lease has no first page");
+  return first_;
+}
+
+PageLease PageLease::take_front() noexcept {
+  const int32_t page = front();
+  first_ = std::exchange(pool_->next_[static_cast<size_t>(page)], kNone);
+  if (--num_pages_ == 0) last_ = kNone;
+  return PageLease{pool_, page, page, 1};
 }
 
 PageLease::Iterator PageLease::begin() const noexcept {
@@ -63,6 +73,23 @@ std::optional<PageLease> PagePool::acquire(int32_t num_pages) noexcept {
   first_free_ = std::exchange(next_[static_cast<size_t>(last)], PageLease::kNone);
   num_free_ -= num_pages;
   return PageLease{this, first, last, num_pages};
+}
+
+int32_t PagePool::detach(PageLease&& one_page) noexcept {
+  TS_ASSERT(one_page.pool_ == this && one_page.num_pages_ == 1, "one page of this pool can be detached at a time");
+  const int32_t page = one_page.first_;
+  next_[static_cast<size_t>(page)] = kDetached;
+  one_page.pool_ = nullptr;
+  one_page.first_ = one_page.last_ = PageLease::kNone;
+  one_page.num_pages_ = 0;
+  return page;
+}
+
+PageLease PagePool::attach(int32_t page) noexcept {
+  TS_ASSERT(page >= 0 && page < num_pages() && next_[static_cast<size_t>(page)] == kDetached,
+            "only a detached page can be attached");
+  next_[static_cast<size_t>(page)] = PageLease::kNone;
+  return PageLease{this, page, page, 1};
 }
 
 void PagePool::give_back(int32_t first, int32_t last, int32_t num_pages) noexcept {

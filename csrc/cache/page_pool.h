@@ -1,8 +1,8 @@
 // KV pages: a fixed pool, and the move-only lease through which pages are owned.
 //
 // The pool is one array `next`: every page is in exactly one singly linked list, the free list or the list of
-// one lease. So acquiring, joining and releasing pages neither allocates nor throws, and a page cannot be in
-// two places at once. The free list is last in, first out: the same calls always give the same pages.
+// one lease, or marked as detached. So acquiring, joining and releasing pages neither allocates nor throws, and a page
+// cannot be in two places at once. The free list is last in, first out: the same calls always give the same pages.
 #pragma once
 
 #include <cstddef>
@@ -19,6 +19,7 @@ class PagePool;
 // Owns pages in the order of the positions they hold; gives them back when it dies.
 class PageLease {
  public:
+  PageLease() noexcept = default;  // of no pool; holds nothing
   PageLease(PageLease&& other) noexcept
       : pool_(std::exchange(other.pool_, nullptr)),
         first_(std::exchange(other.first_, kNone)),
@@ -27,12 +28,22 @@ class PageLease {
   PageLease& operator=(PageLease&& other) noexcept;
   PageLease(const PageLease&) = delete;
   PageLease& operator=(const PageLease&) = delete;
-  ~PageLease() { release(); }
+  ~PageLease() {
+    if (num_pages_ > 0) release();
+  }
 
   int32_t num_pages() const noexcept { return num_pages_; }
 
+  // The first page; there must be one.
+  int32_t front() const noexcept;
+
   // Takes over the pages of `more`, behind its own.
-  void absorb(PageLease&& more) noexcept;
+  void absorb(PageLease&& more) noexcept {
+    if (more.num_pages_ > 0) join(std::move(more));
+  }
+
+  // A lease of the first page alone, which this one no longer has. There must be one. O(1).
+  [[nodiscard]] PageLease take_front() noexcept;
 
   class Iterator {
    public:
@@ -70,11 +81,12 @@ class PageLease {
   PageLease(PagePool* pool, int32_t first, int32_t last, int32_t num_pages) noexcept
       : pool_(pool), first_(first), last_(last), num_pages_(num_pages) {}
   void release() noexcept;
+  void join(PageLease&& more) noexcept;
 
-  PagePool* pool_;  // null once moved from
-  int32_t first_;
-  int32_t last_;
-  int32_t num_pages_;
+  PagePool* pool_ = nullptr;
+  int32_t first_ = kNone;
+  int32_t last_ = kNone;
+  int32_t num_pages_ = 0;
 };
 
 // Pages 0 .. num_pages-1. Must outlive its leases. Not thread-safe: the scheduler's thread owns it.
@@ -88,11 +100,17 @@ class PagePool {
   // All of `num_pages` (0 or more) pages, or nothing. O(num_pages).
   [[nodiscard]] std::optional<PageLease> acquire(int32_t num_pages) noexcept;
 
+  // Pages that outlive their lease: whoever calls `detach` keeps the page by its number and must attach it again, once.
+  // O(1). A page that is not detached cannot be attached: this is what keeps a page from having two owners.
+  [[nodiscard]] int32_t detach(PageLease&& one_page) noexcept;
+  [[nodiscard]] PageLease attach(int32_t page) noexcept;
+
   int32_t num_pages() const noexcept { return static_cast<int32_t>(next_.size()); }
   int32_t num_free() const noexcept { return num_free_; }
 
  private:
   friend class PageLease;
+  static constexpr int32_t kDetached = -2;  // in `next`: in no list
   void give_back(int32_t first, int32_t last, int32_t num_pages) noexcept;  // O(1)
 
   std::vector<int32_t> next_;

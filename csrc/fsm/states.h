@@ -1,72 +1,113 @@
 // The states of a request, as move-only types that own exactly what the request owns in that state.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
+#include <new>
 #include <utility>
 
 #include "cache/page_pool.h"
+#include "cache/prefix_index.h"
 #include "cache/slot_pool.h"
 
 namespace tokenspeed::fsm {
 
-// What a request holds while it has a place on the device.
+inline constexpr int kMaxInFlight = 3;  // steps planned before the oldest commits: depth 2 and the one at hand
+
+// What a request holds while it has a place on the device: its slot, the cached path that its first pages are on, and
+// the pages behind that path, which no other request sees.
 struct Holding {
   cache::SlotLease slot;
+  cache::PrefixRef prefix;
   cache::PageLease pages;
-  int32_t num_positions;  // written to its pages once every planned step has run
 };
 
-// In the queue; holds nothing. A preempted request waits again, with the tokens that it has drawn so far.
-struct Waiting {
-  Waiting() noexcept = default;
-  Waiting(Waiting&&) noexcept = default;
-  Waiting& operator=(Waiting&&) noexcept = default;
+namespace detail {
+
+struct DestroyInPlace {
+  void operator()(Holding* held) const noexcept { std::destroy_at(held); }
 };
+
+}  // namespace detail
+
+// Owns a Holding, and frees all of it when it dies. A pointer, since states change at every step.
+using Place = std::unique_ptr<Holding, detail::DestroyInPlace>;
+
+// Memory of Holdings, one for each slot. Must outlive its places.
+class PlaceStore {
+ public:
+  explicit PlaceStore(int32_t num_slots) : memory_(std::make_unique<Memory[]>(static_cast<size_t>(num_slots))) {}
+
+  Place hold(cache::SlotLease&& slot, cache::PrefixRef&& prefix, cache::PageLease&& pages) noexcept {
+    auto* at = memory_[static_cast<size_t>(slot.slot())].bytes;
+    return Place(new (at) Holding{std::move(slot), std::move(prefix), std::move(pages)});
+  }
+
+ private:
+  struct Memory {
+    alignas(64) std::byte bytes[sizeof(Holding)];
+  };
+  std::unique_ptr<Memory[]> memory_;
+};
+
+namespace detail {
+
+// Holds nothing, and moves like what holds something: a state is used once.
+template <class Tag>
+struct Empty {
+  Empty() noexcept = default;
+  Empty(Empty&&) noexcept = default;
+  Empty& operator=(Empty&&) noexcept = default;
+};
+
+}  // namespace detail
+
+// In the queue, and never yet on the device.
+struct Waiting : detail::Empty<Waiting> {};
+
+// In the queue again, with the tokens that it has drawn so far; its pages went to others.
+struct Preempted : detail::Empty<Preempted> {};
 
 // Some, or none, of its known tokens are in pages.
 struct Prefilling {
-  Holding held;
+  Place place;
 };
 
 // All of its tokens but the newest are in pages; the newest is in the last-token table.
 struct Decoding {
-  Holding held;
+  Place place;
 };
 
-// One planned step uses the request; `next` is what it becomes when that step commits.
-// Two steps in flight nest: InFlight<InFlight<Decoding>>.
-template <class Next>
-struct InFlight {
-  Next next;
-};
-
-// Its end has been reported, but one planned step still touches its slot and pages.
+// Its end has been reported, but planned steps still touch its slot and pages: met under InFlight alone.
 struct Draining {
-  Holding held;
+  Place place;
+};
+
+// `kSteps` planned steps use the request; `phase` is what it will be when they have committed.
+template <class Phase, int kSteps>
+struct InFlight {
+  static_assert(kSteps >= 1 && kSteps <= kMaxInFlight);
+  Phase phase;
 };
 
 // Holds nothing; the record may be deleted.
-struct Finished {
-  Finished() noexcept = default;
-  Finished(Finished&&) noexcept = default;
-  Finished& operator=(Finished&&) noexcept = default;
-};
+struct Finished : detail::Empty<Finished> {};
 
 // Events carry what their transition needs, acquired beforehand: a transition cannot fail.
 
+// It leaves the queue: with a slot, a cached path (which may be empty), and pages for its first chunk, or for all its
+// known tokens.
 struct Admit {
-  cache::SlotLease slot;
-  cache::PageLease pages;
+  Place place;
 };
-// The next num_tokens known tokens join a step, and some remain.
+// The next known tokens join a step, and some remain.
 struct PlanChunk {
   cache::PageLease pages;
-  int32_t num_tokens;
 };
-// The last num_tokens known tokens join a step, which draws the next token.
+// The last known tokens join a step, which draws the next token.
 struct PlanLastChunk {
   cache::PageLease pages;
-  int32_t num_tokens;
 };
 // The newest token joins a step, which draws the next one.
 struct PlanDecode {
@@ -78,9 +119,9 @@ struct Commit {};
 struct Finish {};
 // The oldest step that uses the request failed on the device.
 struct Fail {};
-// Gives slot and pages up; everything is computed anew later.
+// Gives slot and pages up; what is not cached is computed anew later.
 struct Preempt {};
-// The client no longer wants it.
+// Nobody wants it any more: the client left, or its deadline has passed.
 struct Abort {};
 
 }  // namespace tokenspeed::fsm

@@ -3,6 +3,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "fsm/states.h"
+
 namespace tokenspeed::scheduler {
 
 namespace {
@@ -26,8 +28,11 @@ void SchedulerConfig::validate() const {
   require(page_size >= 1, "page_size", "1 or more", page_size);
   require(num_pages >= 1, "num_pages", "1 or more", num_pages);
   require(max_waiting >= 1, "max_waiting", "1 or more", max_waiting);
-  require(max_in_flight == 1 || max_in_flight == 2, "max_in_flight", "1 or 2", max_in_flight);
+  require(max_in_flight >= 1 && max_in_flight <= fsm::kMaxInFlight, "max_in_flight",
+          "1 to " + std::to_string(fsm::kMaxInFlight), max_in_flight);
   require(vocab_size >= 0, "vocab_size", "0 or more", vocab_size);
+  require(num_host_pages >= 0, "num_host_pages", "0 or more", num_host_pages);
+  require(aging_ns >= 0, "aging_ns", "0 or more", static_cast<int32_t>(aging_ns < 0 ? -1 : 0));
 }
 
 }  // namespace tokenspeed::scheduler

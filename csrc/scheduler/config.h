@@ -1,7 +1,9 @@
-// What the scheduler is told once (the envelope's limits) and per request.
+// What the scheduler is told once (the envelope's limits, and policy) and per request.
 #pragma once
 
 #include <cstdint>
+#include <limits>
+#include <string>
 #include <vector>
 
 namespace tokenspeed::scheduler {
@@ -13,9 +15,14 @@ struct SchedulerConfig {
   int32_t max_model_len;       // most tokens of a request, prompt and drawn together
   int32_t page_size;           // positions per KV page
   int32_t num_pages;
-  int32_t max_waiting;         // requests queued before submit refuses
-  int32_t max_in_flight = 1;   // steps planned before the oldest commits: 1 or 2
-  int32_t vocab_size = 0;      // of logit biases and token masks; 0: no request has any
+  int32_t max_waiting;            // requests queued before submit refuses; preempted ones do not count
+  int32_t max_in_flight = 1;      // steps planned before the oldest commits: 1, 2 or 3 (depth 0, 1, 2)
+  int32_t vocab_size = 0;         // of logit biases and token masks; 0: no request has any
+  bool prefix_index = true;       // whether pages of one request are found by the next
+  int32_t num_host_pages = 0;     // of the host tier; 0: there is none
+  std::string cache_salt = {};    // of the prefix index: the artifact's digest
+  bool record_kv_events = false;  // whether take_events has anything to give
+  int64_t aging_ns = 0;           // waiting that long makes up for one priority class; 0: never
 
   // 32-bit words of a token mask.
   int32_t mask_words() const noexcept { return vocab_size / 32 + (vocab_size % 32 != 0); }
@@ -32,6 +39,7 @@ struct SchedulerConfig {
 };
 
 inline constexpr int32_t kMaxLogitBias = 1024;  // MAX_LOGIT_BIAS of tokenspeed/step.py
+inline constexpr int64_t kNoDeadline = std::numeric_limits<int64_t>::max();
 
 struct RequestParams {
   int32_t max_new_tokens;
@@ -52,10 +60,18 @@ struct RequestParams {
   std::vector<float> bias_values = {};
   std::vector<int32_t> token_mask = {};  // mask_words() words, or empty: every token is allowed
 
+  int32_t priority = 0;                 // class, 0 (first) to 9
+  int32_t tenant = 0;                   // whose fair share it counts for
+  int64_t deadline_ns = kNoDeadline;    // on the clock of `now_ns`
+  std::string cache_key = {};           // prefixes are shared within a key: a LoRA adapter, a client's salt
+
   bool has_penalties() const noexcept {
     return repetition_penalty != 1.0f || presence_penalty != 0.0f || frequency_penalty != 0.0f;
   }
   bool adjusts_draws() const noexcept { return has_penalties() || !bias_ids.empty() || !token_mask.empty(); }
+  // Whether it may begin behind cached pages. Who asks for log-probabilities of its prompt needs all of the prompt
+  // computed, and penalties count its tokens as they are.
+  bool may_skip_prompt() const noexcept { return num_prompt_logprobs < 0 && !has_penalties(); }
 };
 
 }  // namespace tokenspeed::scheduler

@@ -1,4 +1,4 @@
-// How a step is put together: decodes first, then prefill chunks, both in arrival order.
+// How a step is put together: decodes first, then prefill chunks.
 #include <algorithm>
 
 #include "check/check.h"
@@ -8,131 +8,225 @@ namespace tokenspeed::scheduler {
 
 using fsm::holding;
 
-std::shared_ptr<const Step> Scheduler::next_step() {
+const Step* Scheduler::next_step(int64_t now_ns) {
   if (num_in_flight_ == config_.max_in_flight) return nullptr;
-  PlannedStep& plan = in_flight_[static_cast<size_t>((oldest_ + num_in_flight_) % kMaxInFlight)];
-  plan.step = blank_step();
-  plan.step->clear(next_step_id_);
+  const int64_t id = oldest_id_ + num_in_flight_;
+  PlannedStep& plan = in_flight_[static_cast<size_t>(id % config_.max_in_flight)];
+  Step& step = *plan.step;
+  step.clear(id);
+  step.decision.now_ns = now_ns;
   plan.entries.clear();
-  if (plan_decodes(plan)) plan_prefills(plan);
-  if (plan.step->num_seqs == 0) {
-    plan.step.reset();
+  const int64_t num_evicted = prefixes_.num_evictions();
+  const bool has_room = plan_decodes(plan);
+  plan_prefills(plan, has_room);
+  step.decision.num_evicted_pages = static_cast<int32_t>(prefixes_.num_evictions() - num_evicted);
+  if (step.num_seqs == 0) {
+    TS_ASSERT(plan.copies_in.empty(), "pages are restored for a request that runs");
     return nullptr;
   }
-  ++next_step_id_;
+  step.finish();
+  prefixes_.take_copies(plan.copies_out, plan.copies_in);
+  for (const cache::PageCopy& copy : plan.copies_out) step.moves_out.push_back({copy.device_page, copy.host_page});
+  for (const cache::PageCopy& copy : plan.copies_in) step.moves_in.push_back({copy.device_page, copy.host_page});
   ++num_in_flight_;
-  return plan.step;
+  return &step;
 }
 
+// True: there were pages for all decodes, so that requests may be admitted.
 bool Scheduler::plan_decodes(PlannedStep& plan) {
-  for (size_t i = 0; i < running_.size(); ++i) {  // preemption may shorten the list behind i
-    prefetch_decode(i, *plan.step);
-    Request& request = *running_[i];
-    if (!fsm::is<fsm::Decoding>(request.state)) continue;
-    if (request.num_new() == request.params.max_new_tokens) continue;  // its last draw is in flight
-    if (!plan_decode(plan, request)) return false;
+  int32_t num_due = 0;  // pages
+  for (const DecodeLane& lane : lanes_) num_due += lane.position == lane.covered && lane.position < lane.end;
+  if (!make_room(num_due)) return plan_scarce_decodes(plan);
+  for (size_t i = 0; i < lanes_.size(); ++i) {
+    if (i + kPrefetchObject < lanes_.size()) lanes_[i + kPrefetchObject].request->prefetch();
+    if (lanes_[i].position < lanes_[i].end) plan_decode(plan, lanes_[i]);
   }
   return true;
 }
 
-// Of the requests that come a little later than `index`: their objects, and of nearer ones also their pages and where
-// `step` will have these.
-void Scheduler::prefetch_decode(size_t index, const Step& step) const noexcept {
-  if (index + kPrefetchObject < running_.size()) running_[index + kPrefetchObject]->prefetch();
-  if (index + kPrefetchContents >= running_.size()) return;
-  const fsm::Holding* held = holding(running_[index + kPrefetchContents]->state);
-  if (held == nullptr) return;
-  const auto width = static_cast<size_t>(config_.pages_per_sequence());
-  const size_t row = static_cast<size_t>(step.num_seqs) + kPrefetchContents;
-  __builtin_prefetch(page_rows_.data() + static_cast<size_t>(held->slot.slot()) * width);
-  if (row < static_cast<size_t>(config_.max_num_seqs)) __builtin_prefetch(step.page_table.data() + row * width, 1);
+// In order of rank, since who is first takes pages of who is last. A decode without a page holds the line: were others
+// behind it to run meanwhile, they would be in flight again when it next asks for one of their pages.
+bool Scheduler::plan_scarce_decodes(PlannedStep& plan) {
+  find_running_by_rank();
+  for (Request* request : by_rank_) {
+    if (request->lane < 0) continue;  // a prefill, or preempted in this very plan
+    const DecodeLane& lane = lanes_[static_cast<size_t>(request->lane)];
+    if (lane.position == lane.end) continue;
+    while (lane.position == lane.covered && !make_room(1)) {
+      if (!free_a_page(*request)) return false;
+    }
+    plan_decode(plan, lanes_[static_cast<size_t>(request->lane)]);
+  }
+  return false;
 }
 
-// A decode without a page holds the line: were younger requests to run meanwhile, they would be in flight
-// again when it next asks for one of their pages.
-bool Scheduler::plan_decode(PlannedStep& plan, Request& request) {
-  const int32_t position = holding(request.state)->num_positions;
-  TS_ASSERT(request.num_tokens() + request.num_drawing == position + 1, "a decode's newest token alone is unwritten");
-  while (config_.pages_for(position + 1) - holding(request.state)->pages.num_pages() > pages_.num_free()) {
+void Scheduler::plan_decode(PlannedStep& plan, DecodeLane& lane) {
+  Request& request = *lane.request;
+  cache::PageLease page;
+  if (lane.position == lane.covered) {
+    page = acquire_pages(lane.slot, lane.num_pages, 1);
+    lane.page = page.front();
+    lane.num_pages += 1;
+    lane.covered += config_.page_size;
+    waiting_.charge(request, config_.page_size);  // for what the page has room for
+  }
+  fsm::follow(request.state, fsm::PlanDecode{std::move(page)});
+  Step& step = *plan.step;
+  step.add_decode(lane.tag, request.id, request.params, lane.slot, lane.position, page_row(lane.slot, 0).data(),
+                  lane.num_pages, lane.page);
+  const int32_t row = step.num_decodes - 1;
+  if (lane.adjusts) step.add_adjustment(request.params, row, lane.slot, request.num_prompt);
+  lane.position += 1;
+  plan.entries.push_back({&request, row, lane.position});
+}
+
+void Scheduler::plan_prefills(PlannedStep& plan, bool may_admit) {
+  Decision& decision = plan.step->decision;
+  decision.num_decodes = plan.step->num_decodes;
+  decision.num_decode_tokens = plan.step->num_tokens;
+  Held held = may_admit ? Held::NothingWaits : Held::Decodes;
+  // An incomplete prefill holds the line, so at most one exists.
+  if (prefilling_ != nullptr && !plan_chunk(plan, *prefilling_)) {
+    held = Held::ChunkFirst;
+  } else if (may_admit) {
+    while ((held = admit(plan)) == Held::NothingWaits && prefilling_ != nullptr) {
+      if (!plan_chunk(plan, *prefilling_)) {
+        held = Held::ChunkFirst;
+        break;
+      }
+    }
+  }
+  describe(plan, held);
+}
+
+void Scheduler::describe(PlannedStep& plan, Held held) {
+  Step& step = *plan.step;
+  Decision& d = step.decision;
+  d.held = held;
+  d.num_chunks = step.num_seqs - step.num_decodes;
+  d.num_prefill_tokens = step.num_tokens - step.num_decodes;
+  d.num_waiting = num_waiting();
+  d.num_running = num_running();
+  d.num_free_pages = num_free_pages();
+  d.num_cached_pages = num_cached_pages();
+  counters_.computed_tokens += d.num_prefill_tokens;
+}
+
+// What keeps `request`, which is next, from being admitted; NothingWaits when nothing does.
+//
+// A new request needs pages for the chunk at hand, and for its first decode where that chunk is the last; one that had
+// been preempted needs them for all that it knows, so that nothing can keep it from drawing a token once it is back. And
+// either leaves a page for each running request: else the next decodes would preempt what was just computed.
+Held Scheduler::measure(const PlannedStep& plan, const Request& request, Candidate& candidate) {
+  const int32_t tokens_left = config_.max_prefill_tokens - plan.step->num_tokens;
+  if (tokens_left == 0) return Held::Tokens;
+  if (plan.step->num_logit_rows == config_.max_logit_rows) return Held::LogitRows;
+  if (slots_.num_free() == 0) return Held::Slots;
+  const int32_t to_be_had = prefixes_.num_available();
+  if (short_of_pages_ == &request && to_be_had <= pages_had_) return Held::Pages;
+
+  const int32_t most = config_.prefix_index && request.params.may_skip_prompt()
+                           ? (request.num_tokens() - 1) / config_.page_size  // the last token is always computed
+                           : 0;
+  candidate.found = prefixes_.find(request.params.cache_key, request.tokens, most);
+  const int32_t begin = candidate.found.num_pages * config_.page_size;
+  candidate.end = chunk_end(plan, request, begin);
+  if (candidate.end <= begin) return Held::LogitRows;
+  candidate.is_last = candidate.end == request.num_tokens();
+  const int32_t covers = request.was_preempted() ? request.num_tokens() + 1 : candidate.end + candidate.is_last;
+  const int32_t on_device = candidate.found.num_pages - candidate.found.num_host_pages;
+  const int32_t need = config_.pages_for(covers) - on_device + num_running();
+  if (need <= to_be_had - candidate.found.num_unlocked_device_pages) return Held::NothingWaits;
+  short_of_pages_ = &request;
+  pages_had_ = to_be_had;
+  return Held::Pages;
+}
+
+// The next waiting request now runs, and is prefilling_; or why none does.
+Held Scheduler::admit(PlannedStep& plan) {
+  const int64_t now_ns = plan.step->decision.now_ns;
+  const QueueChoice choice = waiting_.front(now_ns);
+  if (choice.entry == nullptr) return Held::NothingWaits;
+  Request& request = static_cast<Request&>(*choice.entry);
+  Candidate candidate;
+  if (const Held held = measure(plan, request, candidate); held != Held::NothingWaits) return held;
+  short_of_pages_ = nullptr;
+
+  std::optional<cache::SlotLease> slot = slots_.acquire();
+  std::optional<cache::PrefixRef> prefix = prefixes_.take(request.params.cache_key, candidate.found);
+  TS_ASSERT(slot && prefix, "a request is admitted to a free slot and pages that are to be had");
+  const int32_t num_found = candidate.found.num_pages;
+  prefixes_.copy_pages(*prefix, page_row(slot->slot(), num_found));
+  const int32_t covers = request.was_preempted() ? request.num_tokens() + 1 : candidate.end + candidate.is_last;
+  const int32_t num_own = config_.pages_for(covers) - num_found;
+  const bool has_room = make_room(num_own);
+  TS_ASSERT(has_room, "pages are counted before a request is admitted");
+  cache::PageLease pages = acquire_pages(slot->slot(), num_found, num_own);
+  request.num_positions = num_found * config_.page_size;
+  request.publishes = config_.prefix_index;
+  request.tokens.reserve(static_cast<size_t>(request.num_prompt + request.params.max_new_tokens));
+
+  const int32_t cached = request.num_positions, restored = candidate.found.num_host_pages * config_.page_size;
+  plan.step->decision.admitted.push_back(
+      {request.id, cached, restored, now_ns - request.waits_since_ns, request.was_preempted()});
+  counters_.admissions += 1;
+  if (!request.was_preempted()) {
+    counters_.prompt_tokens += request.num_prompt;
+    counters_.cached_tokens += cached;
+    counters_.restored_tokens += restored;
+  }
+  waiting_.admit(request);
+  waiting_.charge(request, request.num_tokens() - cached);
+  fsm::follow(request.state, fsm::Admit{places_.hold(std::move(*slot), std::move(*prefix), std::move(pages))});
+  prefilling_ = &request;
+  return Held::NothingWaits;
+}
+
+// Adds the request's next chunk, if there is room for any of it. True: it was the last one, so that younger requests
+// may follow in the step.
+bool Scheduler::plan_chunk(PlannedStep& plan, Request& request) {
+  const int32_t begin = request.num_positions;
+  const int32_t whole_end = chunk_end(plan, request, begin);
+  if (whole_end <= begin) return false;
+  const fsm::Holding& held = *holding(request.state);
+  const int32_t slot = held.slot.slot();
+  const int32_t num_held = held.prefix.num_pages() + held.pages.num_pages();
+
+  // Cut to the pages that are to be had, of which the last chunk needs one for the first decode too. Where not one token
+  // fits, it takes the pages of a request behind it.
+  int32_t end = whole_end;
+  for (bool ranked = false;; ranked = true) {
+    const int64_t room = int64_t{num_held + prefixes_.num_available()} * config_.page_size;
+    const bool is_whole = room >= whole_end + (whole_end == request.num_tokens());
+    end = is_whole ? whole_end : static_cast<int32_t>(std::min<int64_t>(room, request.num_tokens() - 1));
+    if (end > begin) break;
+    if (!ranked) find_running_by_rank();
     if (!free_a_page(request)) return false;
   }
-  fsm::follow(request.state, fsm::PlanDecode{acquire_pages(*holding(request.state), position + 1)});
-
-  const fsm::Holding& held = *holding(request.state);
-  plan.step->add_decode(held.slot.slot(), position, page_row(held));
-  const int32_t row = plan.step->add_draw_row(request.id, request.params, position + 1, held.slot.slot());
-  if (request.params.adjusts_draws()) {
-    plan.step->add_adjustment(request.params, row, held.slot.slot(), request.num_prompt);
-  }
-  request.num_drawing += 1;
-  plan.entries.push_back({&request, row});
-  return true;
-}
-
-// Preempts the youngest running request. Not the one in need itself: it may as well keep its pages until an
-// older one ends or takes them. Nor one in flight: its pages are in use until that step commits.
-bool Scheduler::free_a_page(const Request& needy) {
-  Request& youngest = *running_.back();
-  if (&youngest == &needy || fsm::num_steps_in_flight(youngest.state) > 0) return false;
-  fsm::follow(youngest.state, fsm::Preempt{});
-  running_.pop_back();
-  waiting_.push_front(&youngest);
-  ++num_preemptions_;
-  return true;
-}
-
-void Scheduler::plan_prefills(PlannedStep& plan) {
-  // An incomplete prefill holds the line, so at most one exists, and it is the youngest.
-  if (!running_.empty() && fsm::is<fsm::Prefilling>(running_.back()->state)) {
-    if (!plan_chunk(plan, *running_.back())) return;
-  }
-  while (admit(plan) && plan_chunk(plan, *running_.back())) {
-  }
-}
-
-// Pages are acquired chunk by chunk, but a request enters only once the free pages cover all its known tokens
-// and one more page for every running request: else the next decodes would preempt what was just computed.
-bool Scheduler::admit(const PlannedStep& plan) {
-  if (waiting_.empty()) return false;
-  Request& request = *waiting_.front();
-  if (config_.pages_for(request.num_tokens()) + num_running() > pages_.num_free()) return false;
-  const int32_t end = chunk_end(plan, request);
-  if (end == 0) return false;
-  std::optional<cache::SlotLease> slot = slots_.acquire();
-  if (!slot) return false;
-  std::optional<cache::PageLease> pages = pages_.acquire(config_.pages_for(end));
-  TS_ASSERT(pages.has_value(), "a first chunk is cut to the free pages");
-  enter_pages(slot->slot(), 0, *pages);
-  request.tokens.reserve(static_cast<size_t>(request.num_prompt + request.params.max_new_tokens));
-  fsm::follow(request.state, fsm::Admit{std::move(*slot), std::move(*pages)});
-  waiting_.pop_front();
-  running_.push_back(&request);
-  return true;
-}
-
-bool Scheduler::plan_chunk(PlannedStep& plan, Request& request) {
-  const int32_t begin = holding(request.state)->num_positions;
-  const int32_t end = chunk_end(plan, request);
-  if (end <= begin) return false;
+  const int32_t covers = end + (end == request.num_tokens());
+  const int32_t num_more = std::max(0, config_.pages_for(covers) - num_held);
+  const bool has_room = make_room(num_more);
+  TS_ASSERT(has_room, "a chunk is cut to the pages that are to be had");
   const bool is_last = end == request.num_tokens();
-  cache::PageLease pages = acquire_pages(*holding(request.state), end);
+  cache::PageLease pages = acquire_pages(slot, num_held, num_more);
   if (is_last) {
-    fsm::follow(request.state, fsm::PlanLastChunk{std::move(pages), end - begin});
+    fsm::follow(request.state, fsm::PlanLastChunk{std::move(pages)});
   } else {
-    fsm::follow(request.state, fsm::PlanChunk{std::move(pages), end - begin});
+    fsm::follow(request.state, fsm::PlanChunk{std::move(pages)});
   }
+  request.num_positions = end;
   add_chunk(plan, request, begin, end);
+  if (is_last) {
+    prefilling_ = nullptr;
+    enter_lane(request);
+  }
   return is_last;
 }
 
-// Where the request's next chunk must end: by its known tokens, and by the tokens, pages and logit rows left.
-int32_t Scheduler::chunk_end(const PlannedStep& plan, const Request& request) const noexcept {
-  const fsm::Holding* held = holding(request.state);
-  const int32_t begin = held != nullptr ? held->num_positions : 0;
-  const int32_t num_held = held != nullptr ? held->pages.num_pages() : 0;
+// Where a chunk from `begin` on must end: by the request's known tokens, and by the tokens and logit rows left.
+int32_t Scheduler::chunk_end(const PlannedStep& plan, const Request& request, int32_t begin) const noexcept {
   const int32_t num_tokens = request.num_tokens();
   const int32_t by_tokens = begin + config_.max_prefill_tokens - plan.step->num_tokens;
-  const int64_t by_pages = int64_t{num_held + pages_.num_free()} * config_.page_size;
 
   // Prompt rows stand at positions first_row .. num_prompt-2, the draw at the last known token.
   const int32_t rows_left = config_.max_logit_rows - plan.step->num_logit_rows;
@@ -141,16 +235,16 @@ int32_t Scheduler::chunk_end(const PlannedStep& plan, const Request& request) co
   int32_t by_rows = num_tokens;
   if (rows_left == num_prompt_rows) by_rows = num_tokens - 1;
   if (rows_left < num_prompt_rows) by_rows = first_row + rows_left;
-
-  return static_cast<int32_t>(std::min<int64_t>({num_tokens, by_tokens, by_pages, by_rows}));
+  return std::min({num_tokens, by_tokens, by_rows});
 }
 
 void Scheduler::add_chunk(PlannedStep& plan, Request& request, int32_t begin, int32_t end) {
   const fsm::Holding& held = *holding(request.state);
+  const int32_t slot = held.slot.slot();
   Step& step = *plan.step;
   const int32_t first_token_row = step.num_tokens;
-  step.add_chunk(std::span(request.tokens).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin)),
-                 begin, page_row(held));
+  step.add_chunk(std::span(request.tokens).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin)), begin,
+                 page_row(slot, config_.pages_for(end)));
   if (request.params.num_prompt_logprobs >= 0) {
     const int32_t rows_end = std::min(end, request.num_prompt - 1);
     for (int32_t p = request.num_prompt_rows; p < rows_end; ++p) {
@@ -160,43 +254,11 @@ void Scheduler::add_chunk(PlannedStep& plan, Request& request, int32_t begin, in
     request.num_prompt_rows = std::max(request.num_prompt_rows, rows_end);
   }
   int32_t draw_row = -1;
-  if (end == request.num_tokens()) {
-    draw_row = step.add_draw_row(request.id, request.params, end, held.slot.slot());
-    request.num_drawing += 1;
-  }
+  if (end == request.num_tokens()) draw_row = step.add_draw_row(request.id, request.params, end, slot);
   if (draw_row >= 0 ? request.params.adjusts_draws() : request.params.has_penalties()) {  // penalties count every chunk
-    step.add_adjustment(request.params, draw_row, held.slot.slot(), request.num_prompt);
+    step.add_adjustment(request.params, draw_row, slot, request.num_prompt);
   }
-  plan.entries.push_back({&request, draw_row});
-}
-
-// The pages that `held` lacks for its first `num_positions` positions. The caller made sure that they are free.
-cache::PageLease Scheduler::acquire_pages(const fsm::Holding& held, int32_t num_positions) {
-  std::optional<cache::PageLease> more = pages_.acquire(config_.pages_for(num_positions) - held.pages.num_pages());
-  TS_ASSERT(more.has_value(), "pages are planned before they are acquired");
-  enter_pages(held.slot.slot(), held.pages.num_pages(), *more);
-  return std::move(*more);
-}
-
-void Scheduler::enter_pages(int32_t slot, int32_t num_held, const cache::PageLease& more) noexcept {
-  auto at = page_rows_.begin() + int64_t{slot} * config_.pages_per_sequence() + num_held;
-  for (const int32_t page : more) *at++ = page;
-}
-
-std::span<const int32_t> Scheduler::page_row(const fsm::Holding& held) const noexcept {
-  const auto first = static_cast<size_t>(held.slot.slot()) * static_cast<size_t>(config_.pages_per_sequence());
-  return std::span(page_rows_).subspan(first, static_cast<size_t>(held.pages.num_pages()));
-}
-
-// A Step that nobody looks at any more, or a new one where all are held (by Python, say).
-std::shared_ptr<Step> Scheduler::blank_step() {
-  for (const std::shared_ptr<Step>& spare : spare_steps_) {
-    if (spare.use_count() == 1) return spare;
-  }
-  std::shared_ptr<Step>& replaced = spare_steps_[next_spare_];
-  next_spare_ = (next_spare_ + 1) % spare_steps_.size();
-  replaced = std::make_shared<Step>(config_);
-  return replaced;
+  plan.entries.push_back({&request, draw_row, end});
 }
 
 }  // namespace tokenspeed::scheduler

@@ -40,15 +40,34 @@ SchedulerConfig validated(const SchedulerConfig& config) {
 
 }  // namespace
 
-Scheduler::Scheduler(const SchedulerConfig& config)
-    : config_(validated(config)), pages_(config.num_pages), slots_(config.max_num_seqs) {
+Scheduler::Scheduler(const SchedulerConfig& config, const std::vector<StepMemory>& io)
+    : config_(validated(config)),
+      pages_(config.num_pages),
+      prefixes_(pages_, {.page_size = config.page_size,
+                         .num_host_pages = config.prefix_index ? config.num_host_pages : 0,
+                         .salt = config.cache_salt,
+                         .record_events = config.record_kv_events}),
+      slots_(config.max_num_seqs),
+      places_(config.max_num_seqs),
+      waiting_(config.aging_ns) {
+  const auto num_steps = static_cast<size_t>(config_.max_in_flight);
+  if (!io.empty() && io.size() != num_steps) {
+    throw std::invalid_argument("scheduler: need memory for each of max_in_flight " + std::to_string(num_steps) +
+                                " steps, have it for " + std::to_string(io.size()));
+  }
   const auto num_seqs = static_cast<size_t>(config_.max_num_seqs);
   page_rows_.resize(num_seqs * static_cast<size_t>(config_.pages_per_sequence()));
-  running_.reserve(num_seqs);
+  lanes_.reserve(num_seqs);
+  by_rank_.reserve(num_seqs);
   drawn_.reserve(num_seqs);
-  failed_.reserve(num_seqs);
-  for (PlannedStep& plan : in_flight_) plan.entries.reserve(num_seqs);
+  ended_.reserve(num_seqs);
+  for (size_t i = 0; i < num_steps; ++i) {
+    in_flight_[i].step = std::make_unique<Step>(config_, io.empty() ? nullptr : &io[i]);
+    in_flight_[i].entries.reserve(num_seqs);
+  }
 }
+
+Scheduler::~Scheduler() = default;
 
 void Scheduler::check_request(int64_t request_id, const std::vector<int32_t>& prompt,
                               const RequestParams& params) const {
@@ -63,6 +82,10 @@ void Scheduler::check_request(int64_t request_id, const std::vector<int32_t>& pr
   const auto negative = std::find_if(prompt.begin(), prompt.end(), [](int32_t token) { return token < 0; });
   if (negative != prompt.end()) refuse("need token ids 0 or more, have " + std::to_string(*negative));
   check_adjustments(params, config_, refuse);
+  if (params.priority < 0 || params.priority >= kNumPriorities) {
+    refuse("need a priority of 0 to " + std::to_string(kNumPriorities - 1) + ", have " + std::to_string(params.priority));
+  }
+  if (params.tenant < 0) refuse("need a tenant of 0 or more, have " + std::to_string(params.tenant));
   const uint64_t num_tokens = prompt.size() + static_cast<uint64_t>(params.max_new_tokens);
   if (num_tokens > static_cast<uint64_t>(config_.max_model_len)) {
     refuse("need " + lengths + ", have max_model_len " + std::to_string(config_.max_model_len));
@@ -74,136 +97,184 @@ void Scheduler::check_request(int64_t request_id, const std::vector<int32_t>& pr
   }
 }
 
-void Scheduler::submit(int64_t request_id, std::vector<int32_t> prompt, RequestParams params) {
+void Scheduler::submit(int64_t request_id, std::vector<int32_t> prompt, RequestParams params, int64_t now_ns) {
   check_request(request_id, prompt, params);
-  if (num_waiting() >= config_.max_waiting) {
+  if (num_waiting() - num_preempted() >= config_.max_waiting) {
     throw QueueFull("request " + std::to_string(request_id) + ": need a place in the queue, have max_waiting " +
                     std::to_string(config_.max_waiting) + " waiting already");
   }
-  const auto num_prompt = static_cast<int32_t>(prompt.size());
-  auto request = std::make_unique<Request>(
-      Request{.id = request_id, .params = std::move(params), .tokens = std::move(prompt), .num_prompt = num_prompt,
-              .state = fsm::Waiting{}});
-  waiting_.push_back(request.get());
-  requests_.emplace(request_id, std::move(request));
+  auto owned = std::make_unique<Request>(request_id, std::move(prompt), std::move(params));
+  Request& request = *owned;
+  request.waits_since_ns = now_ns;
+  requests_.emplace(request_id, std::move(owned));
+  if (request.params.deadline_ns != kNoDeadline) deadlines_.add(request_id, request.params.deadline_ns);
+  waiting_.push(request, {request.params.priority, request.params.tenant, num_arrivals_++, now_ns});
 }
 
 Scheduler::PlannedStep& Scheduler::oldest(int64_t step_id, const char* verb) {
-  PlannedStep& plan = in_flight_[static_cast<size_t>(oldest_)];
-  if (num_in_flight_ == 0 || plan.step->id != step_id) {
-    const std::string need = num_in_flight_ == 0 ? "a step in flight, have none"
-                                                 : "the oldest step in flight, " + std::to_string(plan.step->id);
+  if (num_in_flight_ == 0 || oldest_id_ != step_id) {
+    const std::string need =
+        num_in_flight_ == 0 ? "a step in flight, have none" : "the oldest step in flight, " + std::to_string(oldest_id_);
     throw std::invalid_argument(std::string(verb) + " of step " + std::to_string(step_id) + ": need " + need);
   }
-  return plan;
+  return in_flight_[static_cast<size_t>(step_id % config_.max_in_flight)];
 }
+
+std::span<const DrawnToken> Scheduler::commit(int64_t step_id, std::span<const int32_t> tokens) {
+  PlannedStep& plan = oldest(step_id, "commit");
+  check_tokens(plan, tokens);
+  drawn_.clear();
+  const auto num_decodes = static_cast<size_t>(plan.step->num_decodes);
+  for (size_t i = 0; i < plan.entries.size(); ++i) {
+    if (i + kPrefetchObject < plan.entries.size()) plan.entries[i + kPrefetchObject].request->prefetch();
+    if (i + kPrefetchContents < plan.entries.size()) plan.entries[i + kPrefetchContents].request->prefetch_tokens();
+    const Entry& entry = plan.entries[i];
+    Request& request = *entry.request;
+    if (fsm::has_ended(request.state)) {
+      drain(request);
+      continue;
+    }
+    if (i >= num_decodes || entry.end % config_.page_size == 0) publish_full_pages(request, entry.end);
+    if (entry.draw_row < 0) {
+      fsm::follow(request.state, fsm::Commit{});
+      continue;
+    }
+    const int32_t token = tokens[static_cast<size_t>(entry.draw_row)];
+    const FinishReason finish = accept(request, token);
+    drawn_.push_back({request.id, token, finish});
+    if (finish == FinishReason::None) {
+      fsm::follow(request.state, fsm::Commit{});
+    } else {
+      leave_everything(request);
+      fsm::follow(request.state, fsm::Finish{});
+      forget_if_finished(request);
+    }
+  }
+  retire_oldest();
+  return drawn_;
+}
+
+void Scheduler::check_tokens(const PlannedStep& plan, std::span<const int32_t> tokens) const {
+  const auto refuse = [&](const std::string& text) {
+    throw std::invalid_argument("commit of step " + std::to_string(plan.step->id) + ": " + text);
+  };
+  if (tokens.size() != static_cast<size_t>(plan.step->num_logit_rows)) {
+    refuse("need " + std::to_string(plan.step->num_logit_rows) + " tokens, have " + std::to_string(tokens.size()));
+  }
+  if (std::all_of(tokens.begin(), tokens.end(), [](int32_t token) { return token >= 0; })) return;
+  for (const Entry& entry : plan.entries) {
+    if (entry.draw_row < 0) continue;
+    const int32_t token = tokens[static_cast<size_t>(entry.draw_row)];
+    if (token < 0) {
+      refuse("need token ids 0 or more, have " + std::to_string(token) + " in row " + std::to_string(entry.draw_row));
+    }
+  }
+}
+
+FinishReason Scheduler::accept(Request& request, int32_t token) {
+  request.tokens.push_back(token);  // capacity was reserved at admission
+  if (request.stops_at(token)) return FinishReason::Stop;
+  return request.num_tokens() == request.most_tokens ? FinishReason::Length : FinishReason::None;
+}
+
+std::span<const int64_t> Scheduler::fail_step(int64_t step_id) {
+  PlannedStep& plan = oldest(step_id, "fail_step");
+  ended_.clear();
+  for (const Entry& entry : plan.entries) {
+    Request& request = *entry.request;
+    if (fsm::has_ended(request.state)) {
+      drain(request);
+    } else {
+      ended_.push_back(request.id);
+      leave_everything(request);
+      fsm::follow(request.state, fsm::Fail{});
+      forget_if_finished(request);
+    }
+  }
+  end_users_of_moves(plan);
+  retire_oldest();
+  return ended_;
+}
+
+// Pages that the step was to move hold nothing of use, nor do those of requests that went on from them meanwhile.
+void Scheduler::end_users_of_moves(const PlannedStep& plan) {
+  std::vector<cache::NodeId> nodes;
+  for (const auto* copies : {&plan.copies_out, &plan.copies_in}) {
+    for (const cache::PageCopy& copy : *copies) nodes.push_back(copy.node);
+  }
+  if (nodes.empty()) return;
+  prefixes_.invalidate(nodes);
+  find_running_by_rank();
+  for (Request* request : by_rank_) {
+    if (!fsm::holding(request->state)->prefix.is_broken()) continue;
+    ended_.push_back(request->id);
+    end(*request);
+  }
+}
+
+// A step that still used an ended request is over.
+void Scheduler::drain(Request& request) {
+  fsm::follow(request.state, fsm::Commit{});
+  forget_if_finished(request);
+}
+
+void Scheduler::forget_if_finished(const Request& request) {
+  if (fsm::is<fsm::Finished>(request.state)) requests_.erase(request.id);
+}
+
+void Scheduler::retire_oldest() {
+  in_flight_[static_cast<size_t>(oldest_id_ % config_.max_in_flight)].entries.clear();
+  ++oldest_id_;
+  --num_in_flight_;
+  free_retired();
+}
+
+// The request has ended: it is in no list any more, though steps in flight may still use its pages.
+void Scheduler::leave_everything(Request& request) noexcept {
+  leave_place(request);
+  waiting_.remove(request);
+  if (request.params.deadline_ns != kNoDeadline) deadlines_.remove(request.id);
+  if (short_of_pages_ == &request) short_of_pages_ = nullptr;
+}
+
+void Scheduler::end(Request& request) {
+  leave_everything(request);
+  fsm::follow(request.state, fsm::Abort{});
+  forget_if_finished(request);
+}
+
+bool Scheduler::abort(int64_t request_id) {
+  const auto found = requests_.find(request_id);
+  if (found == requests_.end() || fsm::has_ended(found->second->state)) return false;
+  end(*found->second);
+  return true;
+}
+
+std::span<const int64_t> Scheduler::expire(int64_t now_ns) {
+  ended_.clear();
+  deadlines_.expired(now_ns, ended_);
+  for (const int64_t id : ended_) end(*requests_.at(id));
+  counters_.expired += static_cast<int64_t>(ended_.size());
+  return ended_;
+}
+
+void Scheduler::flush_prefixes() { prefixes_.flush(); }
+
+void Scheduler::drop_host_tier() { prefixes_.drop_host_tier(); }
 
 void Scheduler::warm() const noexcept {
   const auto touch = [](const void* data, size_t bytes) {
     const auto* p = static_cast<const volatile char*>(data);
     for (size_t at = 0; at < bytes; at += 64) static_cast<void>(p[at]);
   };
-  for (const Request* request : running_) {
-    touch(request, sizeof(Request));
-    touch(request->tokens.data() + request->tokens.size() - 1, sizeof(int32_t));
-    touch(request->params.stop_token_ids.data(), request->params.stop_token_ids.size() * sizeof(int32_t));
-    if (const fsm::Holding* held = holding(request->state)) {
-      const std::span<const int32_t> pages = page_row(*held);
-      touch(pages.data(), pages.size_bytes());
-    }
+  touch(lanes_.data(), lanes_.size() * sizeof(DecodeLane));
+  for (const DecodeLane& lane : lanes_) {
+    const Request& request = *lane.request;
+    touch(&request, sizeof(Request));
+    touch(request.tokens.data() + request.tokens.size() - 1, sizeof(int32_t));
+    touch(request.params.stop_token_ids.data(), request.params.stop_token_ids.size() * sizeof(int32_t));
   }
-  for (const std::shared_ptr<Step>& spare : spare_steps_) {
-    if (spare.use_count() == 1) spare->warm(running_.size());
-  }
-}
-
-std::span<const DrawnToken> Scheduler::commit(int64_t step_id, std::span<const int32_t> tokens) {
-  PlannedStep& plan = oldest(step_id, "commit");
-  if (tokens.size() != static_cast<size_t>(plan.step->num_logit_rows)) {
-    throw std::invalid_argument("commit of step " + std::to_string(step_id) + ": need " +
-                                std::to_string(plan.step->num_logit_rows) + " tokens, have " +
-                                std::to_string(tokens.size()));
-  }
-  for (const Entry& entry : plan.entries) {
-    if (entry.draw_row >= 0 && tokens[static_cast<size_t>(entry.draw_row)] < 0) {
-      throw std::invalid_argument("commit of step " + std::to_string(step_id) + ": need token ids 0 or more, have " +
-                                  std::to_string(tokens[static_cast<size_t>(entry.draw_row)]) + " in row " +
-                                  std::to_string(entry.draw_row));
-    }
-  }
-  drawn_.clear();
-  for (size_t i = 0; i < plan.entries.size(); ++i) {
-    if (i + kPrefetchObject < plan.entries.size()) plan.entries[i + kPrefetchObject].request->prefetch();
-    if (i + kPrefetchContents < plan.entries.size()) plan.entries[i + kPrefetchContents].request->prefetch_tokens();
-    const Entry& entry = plan.entries[i];
-    Request& request = *entry.request;
-    if (fsm::has_ended(request.state) || entry.draw_row < 0) {
-      fsm::follow(request.state, fsm::Commit{});
-      continue;
-    }
-    const int32_t token = tokens[static_cast<size_t>(entry.draw_row)];
-    const FinishReason finish = accept(request, token);
-    if (finish == FinishReason::None) {
-      fsm::follow(request.state, fsm::Commit{});
-    } else {
-      fsm::follow(request.state, fsm::Finish{});
-    }
-    drawn_.push_back({request.id, token, finish});
-  }
-  retire_oldest();
-  return drawn_;
-}
-
-FinishReason Scheduler::accept(Request& request, int32_t token) {
-  request.tokens.push_back(token);  // capacity was reserved at admission
-  request.num_drawing -= 1;
-  const std::vector<int32_t>& stops = request.params.stop_token_ids;
-  if (std::find(stops.begin(), stops.end(), token) != stops.end()) return FinishReason::Stop;
-  const bool is_full = request.num_tokens() - request.num_prompt == request.params.max_new_tokens;
-  return is_full ? FinishReason::Length : FinishReason::None;
-}
-
-std::span<const int64_t> Scheduler::fail_step(int64_t step_id) {
-  PlannedStep& plan = oldest(step_id, "fail_step");
-  failed_.clear();
-  for (const Entry& entry : plan.entries) {
-    Request& request = *entry.request;
-    if (fsm::has_ended(request.state)) {
-      fsm::follow(request.state, fsm::Commit{});
-    } else {
-      fsm::follow(request.state, fsm::Fail{});
-      failed_.push_back(request.id);
-    }
-  }
-  retire_oldest();
-  return failed_;
-}
-
-// Forgets the requests that ended with the step, and the step.
-void Scheduler::retire_oldest() {
-  PlannedStep& plan = in_flight_[static_cast<size_t>(oldest_)];
-  std::erase_if(running_, [](const Request* request) { return fsm::has_ended(request->state); });
-  for (const Entry& entry : plan.entries) {
-    if (fsm::is<fsm::Finished>(entry.request->state)) requests_.erase(entry.request->id);
-  }
-  plan.entries.clear();
-  plan.step.reset();
-  oldest_ = (oldest_ + 1) % kMaxInFlight;
-  --num_in_flight_;
-}
-
-bool Scheduler::abort(int64_t request_id) {
-  const auto found = requests_.find(request_id);
-  if (found == requests_.end() || fsm::has_ended(found->second->state)) return false;
-  Request* request = found->second.get();
-  if (fsm::is<fsm::Waiting>(request->state)) {
-    std::erase(waiting_, request);
-  } else {
-    std::erase(running_, request);
-  }
-  fsm::follow(request->state, fsm::Abort{});
-  if (fsm::is<fsm::Finished>(request->state)) requests_.erase(found);
-  return true;
+  for (int32_t i = 0; i < config_.max_in_flight; ++i) in_flight_[static_cast<size_t>(i)].step->warm(lanes_.size());
 }
 
 std::vector<RequestStatus> Scheduler::requests() const {
@@ -211,8 +282,10 @@ std::vector<RequestStatus> Scheduler::requests() const {
   all.reserve(requests_.size());
   for (const auto& [id, request] : requests_) {
     const fsm::Holding* held = fsm::holding(request->state);
-    all.push_back({id, fsm::name(request->state), fsm::num_steps_in_flight(request->state),
-                   held != nullptr ? held->pages.num_pages() : 0, held != nullptr ? held->num_positions : 0});
+    const int32_t num_pages = held != nullptr ? held->prefix.num_pages() + held->pages.num_pages() : 0;
+    const int32_t position = request->lane >= 0 ? lanes_[static_cast<size_t>(request->lane)].position
+                                                : request->num_positions;
+    all.push_back({id, fsm::name(request->state), fsm::num_steps_in_flight(request->state), num_pages, position});
   }
   std::sort(all.begin(), all.end(), [](const auto& a, const auto& b) { return a.request_id < b.request_id; });
   return all;

@@ -1,6 +1,6 @@
-// The scheduler: decides which tokens of which requests make up the next step. It never waits, never sees
-// the device, and costs microseconds: O(running requests + tokens of the step), no allocation in steady state.
-// docs/scheduler.md has the rules and why they always make progress.
+// The scheduler: decides which tokens of which requests make up the next step. It never waits, never sees the device,
+// and costs microseconds: O(running requests + tokens of the step). docs/scheduler.md has the rules and why they always
+// make progress.
 #pragma once
 
 #include <array>
@@ -11,13 +11,17 @@
 #include <stdexcept>
 #include <string>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "cache/page_pool.h"
+#include "cache/prefix_index.h"
 #include "cache/slot_pool.h"
-#include "fsm/request_state.h"
 #include "scheduler/config.h"
+#include "scheduler/deadlines.h"
+#include "scheduler/request.h"
 #include "scheduler/step.h"
+#include "scheduler/waiting_queue.h"
 
 namespace tokenspeed::scheduler {
 
@@ -39,34 +43,65 @@ struct RequestStatus {
   int64_t request_id;
   const char* state;
   int32_t num_steps_in_flight;
-  int32_t num_pages;
+  int32_t num_pages;  // on its cached path and its own
   int32_t num_positions;
 };
 
-// Not thread-safe: the engine's thread owns it.
+// Since the start.
+struct SchedulerCounters {
+  int64_t preemptions = 0;
+  int64_t admissions = 0;            // also of requests that had been preempted
+  int64_t prompt_tokens = 0;         // of requests admitted for the first time
+  int64_t cached_tokens = 0;         // of these, found in the prefix index
+  int64_t restored_tokens = 0;       // of these, whose pages came back from the host tier
+  int64_t computed_tokens = 0;       // planned in chunks
+  int64_t expired = 0;
+};
+
+// Not thread-safe: the engine's thread owns it. Times are nanoseconds since any fixed start and never fall.
 class Scheduler {
  public:
-  explicit Scheduler(const SchedulerConfig& config);  // throws std::invalid_argument
+  // `io`: memory for each of max_in_flight steps; step i is written to io[i % max_in_flight]. Without it steps have
+  // memory of their own. Throws std::invalid_argument.
+  explicit Scheduler(const SchedulerConfig& config, const std::vector<StepMemory>& io = {});
+  ~Scheduler();
   Scheduler(const Scheduler&) = delete;
   Scheduler& operator=(const Scheduler&) = delete;
 
   // Queues a request. Throws std::invalid_argument for one that could never be served, QueueFull.
-  void submit(int64_t request_id, std::vector<int32_t> prompt, RequestParams params);
+  void submit(int64_t request_id, std::vector<int32_t> prompt, RequestParams params, int64_t now_ns = 0);
 
-  // Plans a step, or null when nothing can run now (then commit first, if a step is in flight). The step's
-  // arrays stay as they are for as long as the pointer is held.
-  std::shared_ptr<const Step> next_step();
+  // Plans a step, or null when nothing can run now (then commit first, if a step is in flight). The step is the
+  // scheduler's, and valid until it commits or fails.
+  const Step* next_step(int64_t now_ns = 0);
 
   // The oldest step in flight has run; `tokens` has one entry per logit row. Returns what was drawn, in row
   // order, without rows of ended requests; valid until the next call. Throws std::invalid_argument, changing
   // nothing, when the step is not the oldest or a drawn token is negative.
   std::span<const DrawnToken> commit(int64_t step_id, std::span<const int32_t> tokens);
 
-  // The oldest step in flight failed. Its requests end here; returns them. Throws as commit does.
+  // The oldest step in flight failed. Its requests end here, and those that use pages which it was to move; returns
+  // them. Throws as commit does.
   std::span<const int64_t> fail_step(int64_t step_id);
 
   // Ends a request. False when it is not known or has ended. No event of it follows.
   bool abort(int64_t request_id);
+
+  // Ends the requests whose deadline has come; returns them.
+  std::span<const int64_t> expire(int64_t now_ns);
+
+  // Has a request give its place up, which then waits before all new ones. False where it cannot: it has no place, a
+  // step in flight uses it, or it has drawn nothing since the last time.
+  bool preempt(int64_t request_id);
+
+  // The weights have changed: nothing that is cached is used by requests admitted from here on.
+  void flush_prefixes();
+
+  // The host's memory of pages has failed: it is not used any more.
+  void drop_host_tier();
+
+  // What happened to cached pages since the last call, if config.record_kv_events.
+  void take_events(std::vector<cache::PrefixEvent>& events) { prefixes_.take_events(events); }
 
   // Reads what the next commit and the next plan will read, and changes nothing: for whoever waits for a step and
   // wants the caches as they are after one that took microseconds.
@@ -74,92 +109,108 @@ class Scheduler {
 
   const SchedulerConfig& config() const noexcept { return config_; }
   int32_t num_waiting() const noexcept { return static_cast<int32_t>(waiting_.size()); }
-  int32_t num_running() const noexcept { return static_cast<int32_t>(running_.size()); }
+  int32_t num_preempted() const noexcept { return static_cast<int32_t>(waiting_.num_preempted()); }  // that wait
+  int32_t num_running() const noexcept { return static_cast<int32_t>(lanes_.size()) + (prefilling_ != nullptr); }
   int32_t num_in_flight() const noexcept { return num_in_flight_; }  // steps
   int32_t num_pages() const noexcept { return pages_.num_pages(); }
   int32_t num_free_pages() const noexcept { return pages_.num_free(); }
-  int64_t num_preemptions() const noexcept { return num_preemptions_; }  // since the start
+  int32_t num_cached_pages() const noexcept { return prefixes_.num_evictable(); }  // that no request uses
+  int32_t num_host_pages_used() const noexcept { return prefixes_.num_host_pages_used(); }
+  int64_t num_evictions() const noexcept { return prefixes_.num_evictions(); }  // of pages, since the start
+  int64_t oldest_wait(int64_t now_ns) const noexcept { return waiting_.oldest_wait(now_ns); }
+  const SchedulerCounters& counters() const noexcept { return counters_; }
   // No request is known and no step is in flight.
   bool is_idle() const noexcept { return requests_.empty() && num_in_flight_ == 0; }
   std::vector<RequestStatus> requests() const;  // in order of id
 
  private:
-  struct Request {
-    int64_t id;
-    RequestParams params;
-    std::vector<int32_t> tokens;  // the prompt, then what was drawn and committed
-    int32_t num_prompt;
-    int32_t num_prompt_rows = 0;  // prompt rows planned so far; they are never asked again
-    int32_t num_drawing = 0;      // draws of planned steps that have not committed
-    fsm::RequestState state;
-
-    int32_t num_tokens() const noexcept { return static_cast<int32_t>(tokens.size()); }
-    int32_t num_new() const noexcept { return num_tokens() - num_prompt + num_drawing; }
-
-    // Asks for the object's cache lines, or for what it points to (which reads the object). Between two steps lie
-    // milliseconds, in which others use the caches: who walks over requests asks for those to come, so that their
-    // misses pass at the same time.
-    void prefetch() const noexcept {
-      const auto* bytes = reinterpret_cast<const char*>(this);
-      for (size_t at = 0; at < sizeof(Request); at += 64) __builtin_prefetch(bytes + at, 1);
-    }
-    void prefetch_tokens() const noexcept {
-      __builtin_prefetch(tokens.data() + tokens.size(), 1);
-      __builtin_prefetch(params.stop_token_ids.data());
-    }
-  };
   struct Entry {
     Request* request;
     int32_t draw_row;  // or -1: a chunk that leaves some of the prompt
+    int32_t end;       // positions of the request once the step has run
   };
   struct PlannedStep {
-    std::shared_ptr<Step> step;
+    std::unique_ptr<Step> step;
     std::vector<Entry> entries;  // one per sequence
+    std::vector<cache::PageCopy> copies_out, copies_in;
   };
-  static constexpr int32_t kMaxInFlight = 2;
-  static constexpr size_t kPrefetchObject = 8, kPrefetchContents = 4;  // requests ahead of the one at hand
+  // A page that is cached already under another number, until the steps that may read it here are over.
+  struct Retired {
+    int64_t last_step;
+    cache::PageLease page;
+  };
+  // A prompt's place in the prefix index, and the part of it that its first chunk would compute.
+  struct Candidate {
+    cache::PrefixIndex::Found found;
+    int32_t end = 0;
+    bool is_last = false;
+  };
+  static constexpr size_t kPrefetchObject = 24, kPrefetchContents = 12;  // requests ahead of the one at hand
 
-  // Planning (plan.cpp). True: younger requests may follow in the step.
+  // Planning (plan.cpp).
   bool plan_decodes(PlannedStep& plan);
-  bool plan_decode(PlannedStep& plan, Request& request);
+  bool plan_scarce_decodes(PlannedStep& plan);
+  void plan_decode(PlannedStep& plan, DecodeLane& lane);
+  void plan_prefills(PlannedStep& plan, bool may_admit);
+  Held admit(PlannedStep& plan);
+  Held measure(const PlannedStep& plan, const Request& request, Candidate& candidate);
   bool plan_chunk(PlannedStep& plan, Request& request);
-  void plan_prefills(PlannedStep& plan);
-  bool admit(const PlannedStep& plan);  // whether the oldest waiting request now runs
-  int32_t chunk_end(const PlannedStep& plan, const Request& request) const noexcept;
+  int32_t chunk_end(const PlannedStep& plan, const Request& request, int32_t begin) const noexcept;
   void add_chunk(PlannedStep& plan, Request& request, int32_t begin, int32_t end);
+  void describe(PlannedStep& plan, Held held);
+
+  // Pages and places (places.cpp).
+  bool make_room(int32_t num_pages);
   bool free_a_page(const Request& needy);
-  cache::PageLease acquire_pages(const fsm::Holding& held, int32_t num_positions);
-  void enter_pages(int32_t slot, int32_t num_held, const cache::PageLease& more) noexcept;
-  std::span<const int32_t> page_row(const fsm::Holding& held) const noexcept;
-  void prefetch_decode(size_t index, const Step& step) const noexcept;
-  std::shared_ptr<Step> blank_step();
+  void find_running_by_rank();
+  cache::PageLease acquire_pages(int32_t slot, int32_t num_held, int32_t num_pages);
+  std::span<int32_t> page_row(int32_t slot, int32_t num_pages) noexcept;
+  void enter_lane(Request& request);
+  void leave_lane(Request& request) noexcept;
+  void leave_place(Request& request) noexcept;
+  void publish_full_pages(Request& request, int32_t num_positions);
+  void free_retired();
 
   PlannedStep& oldest(int64_t step_id, const char* verb);
   void retire_oldest();
+  void check_tokens(const PlannedStep& plan, std::span<const int32_t> tokens) const;
   FinishReason accept(Request& request, int32_t token);
+  void leave_everything(Request& request) noexcept;
+  void end(Request& request);
+  void drain(Request& request);
+  void forget_if_finished(const Request& request);
+  void end_users_of_moves(const PlannedStep& plan);
   void check_request(int64_t request_id, const std::vector<int32_t>& prompt, const RequestParams& params) const;
 
   const SchedulerConfig config_;
   cache::PagePool pages_;
+  cache::PrefixIndex prefixes_;
   cache::SlotPool slots_;
+  fsm::PlaceStore places_;
   std::vector<int32_t> page_rows_;  // [slot][pages_per_sequence]: the pages of a slot's request, ready to copy
 
-  // Arrival order: every running request is older than every waiting one, and the youngest is at the back.
-  std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;
-  std::deque<Request*> waiting_;
-  std::vector<Request*> running_;
+  WaitingQueue waiting_;
+  Deadlines deadlines_;
+  std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;  // found by id, never walked over but for requests()
+  std::vector<DecodeLane> lanes_;
+  Request* prefilling_ = nullptr;  // the one prefill that is not complete
+  std::vector<Request*> by_rank_;  // of one plan
+  std::deque<Retired> retired_;
 
-  // A ring of steps in flight; spent Steps are used again once nobody else holds them.
-  std::array<PlannedStep, kMaxInFlight> in_flight_;
-  int32_t oldest_ = 0;
+  // The waiting request that lacked pages last, and how many were to be had: until there are more it is not asked again.
+  const Request* short_of_pages_ = nullptr;
+  int32_t pages_had_ = 0;
+
+  // A ring of steps in flight.
+  std::array<PlannedStep, fsm::kMaxInFlight> in_flight_;
   int32_t num_in_flight_ = 0;
-  std::array<std::shared_ptr<Step>, kMaxInFlight + 1> spare_steps_;
-  size_t next_spare_ = 0;
+  int64_t oldest_id_ = 1;  // of the steps in flight, or of the next one
+  uint32_t last_tag_ = 0;
 
   std::vector<DrawnToken> drawn_;
-  std::vector<int64_t> failed_;
-  int64_t next_step_id_ = 1;
-  int64_t num_preemptions_ = 0;
+  std::vector<int64_t> ended_;
+  int64_t num_arrivals_ = 0;
+  SchedulerCounters counters_;
 };
 
 }  // namespace tokenspeed::scheduler

@@ -14,10 +14,9 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from tokenspeed.kernels.registry import Band, KernelSpec, Request, Stage, device_stage
-from tokenspeed.kernels.triton.common import FEATURES, pdl_wait
+from tokenspeed.kernels.registry import KernelSpec, Request, Stage, device_stage
+from tokenspeed.kernels.triton.common import pdl_wait, vector_spec
 from tokenspeed.step import MASK_BITS, MAX_LOGIT_BIAS, PROMPT_FLAG, STEP_COUNTS, mask_words
-from tokenspeed.target import GPU_TARGETS
 
 SLICE = 1024
 """Tokens of the vocabulary that one program takes."""
@@ -123,17 +122,7 @@ def _penalized(z, counts, repetition, presence, frequency):
 
 def specs() -> Iterator[KernelSpec]:
     """One kernel: logits are float32 in every program."""
-    yield KernelSpec(
-        op="adjust_logits",
-        solution="triton",
-        symbol="adjust_logits_fp32",
-        targets=GPU_TARGETS,
-        dtypes=("float32", "bfloat16"),
-        arguments=(),
-        band=Band.VECTOR,
-        features=FEATURES,
-        launches=_launches,
-    )
+    yield vector_spec("adjust_logits", "adjust_logits_fp32", _launches)
 
 
 def _launches(request: Request) -> tuple[Stage, ...]:

@@ -1,19 +1,43 @@
-"""What the Triton kernels share: programmatic dependent launch, and matrix products that the interpreter gets right."""
+"""What the Triton kernels share: programmatic dependent launch, matrix products, and what their KernelSpecs say."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter: TRITON_INTERPRET when Triton was imported."""
+from tokenspeed.kernels.registry import Band, KernelSpec, Request, Stage
+from tokenspeed.target import GPU_TARGETS
 
 FEATURES = frozenset({"batch_invariant", "fixed_reduction_order", "run_invariant"})
 """What a kernel guarantees whose row's bits depend on that row alone, whose sums are taken in one order fixed at
 build, and whose bits do not depend on timing."""
+
+
+def vector_spec(
+    op: str,
+    symbol: str,
+    launches: Callable[[Request], tuple[Stage, ...]],
+    *,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    **more: Any,
+) -> KernelSpec:
+    """The KernelSpec of a kernel that runs on every GPU and uses no matrix unit. ``more``: other fields of it."""
+    return KernelSpec(
+        op=op,
+        solution="triton",
+        symbol=symbol,
+        targets=GPU_TARGETS,
+        dtypes=dtypes,
+        arguments=(),
+        band=Band.VECTOR,
+        features=FEATURES,
+        launches=launches,
+        **more,
+    )
 
 
 @triton.jit
@@ -47,11 +71,5 @@ def starts_next_early(sizes: Mapping[str, int]) -> bool:
 
 @triton.jit
 def dot(a, b, acc):
-    """``acc + a @ b`` with float32 accumulation; float32 operands are multiplied exactly, never as tf32.
-
-    The interpreter multiplies the bit patterns of bfloat16 operands, so they are widened there first.
-    """
-    if INTERPRETED:
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision="ieee")
+    """``acc + a @ b`` with float32 accumulation; float32 operands are multiplied exactly, never as tf32."""
+    return tl.dot(a, b, acc, input_precision="ieee")

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from tokenspeed.kernels.registry import DTYPES_TRITON, Band, KernelSpec, Request, Stage, device_stage
-from tokenspeed.kernels.triton.common import FEATURES, pdl_wait
-from tokenspeed.target import GPU_TARGETS
+from tokenspeed.kernels.registry import DTYPES_TRITON, KernelSpec, Request, Stage, device_stage
+from tokenspeed.kernels.triton.common import pdl_wait, vector_spec
 
 
 @triton.jit
@@ -34,18 +33,7 @@ def embedding(token_ids, last_tokens, table, out, step_sizes, H: tl.constexpr, B
 def specs() -> Iterator[KernelSpec]:
     """One kernel per dtype of the table."""
     for dtype, element in DTYPES_TRITON.items():
-        yield KernelSpec(
-            op="embedding",
-            solution="triton",
-            symbol=f"embedding_{element}",
-            targets=GPU_TARGETS,
-            dtypes=(dtype,),
-            arguments=(),
-            band=Band.VECTOR,
-            features=FEATURES,
-            weight_layout="rows",
-            launches=_launches,
-        )
+        yield vector_spec("embedding", f"embedding_{element}", _launches, dtypes=(dtype,), weight_layout="rows")
 
 
 def _launches(request: Request) -> tuple[Stage, ...]:

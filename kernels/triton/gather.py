@@ -7,9 +7,8 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from tokenspeed.kernels.registry import Band, KernelSpec, Request, Stage, device_stage
-from tokenspeed.kernels.triton.common import FEATURES, pdl_wait
-from tokenspeed.target import GPU_TARGETS
+from tokenspeed.kernels.registry import KernelSpec, Request, Stage, device_stage
+from tokenspeed.kernels.triton.common import pdl_wait, vector_spec
 
 
 @triton.jit
@@ -29,17 +28,7 @@ def gather_rows(x, logit_rows, out, step_sizes, H: tl.constexpr, BLOCK: tl.const
 
 def specs() -> Iterator[KernelSpec]:
     """One kernel: the residual stream is float32 in every program."""
-    yield KernelSpec(
-        op="gather_rows",
-        solution="triton",
-        symbol="gather_rows_fp32",
-        targets=GPU_TARGETS,
-        dtypes=("float32", "bfloat16"),
-        arguments=(),
-        band=Band.VECTOR,
-        features=FEATURES,
-        launches=_launches,
-    )
+    yield vector_spec("gather_rows", "gather_rows_fp32", _launches)
 
 
 def _launches(request: Request) -> tuple[Stage, ...]:

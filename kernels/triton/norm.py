@@ -11,9 +11,8 @@ from collections.abc import Iterator
 import triton
 import triton.language as tl
 
-from tokenspeed.kernels.registry import DTYPES_TRITON, AtMost, Band, KernelSpec, Request, Stage, device_stage
-from tokenspeed.kernels.triton.common import FEATURES, pdl_wait, starts_next_early
-from tokenspeed.target import GPU_TARGETS
+from tokenspeed.kernels.registry import DTYPES_TRITON, AtMost, KernelSpec, Request, Stage, device_stage
+from tokenspeed.kernels.triton.common import pdl_wait, starts_next_early, vector_spec
 
 MAX_WIDTH = 16384
 """A program holds its whole row in registers."""
@@ -45,18 +44,13 @@ def rms_norm(
 def specs() -> Iterator[KernelSpec]:
     """One kernel per dtype of the result."""
     for dtype, element in DTYPES_TRITON.items():
-        yield KernelSpec(
-            op="rms_norm",
-            solution="triton",
-            symbol=f"rms_norm_{element}",
-            targets=GPU_TARGETS,
+        yield vector_spec(
+            "rms_norm",
+            f"rms_norm_{element}",
+            _launches,
             dtypes=(dtype,),
-            arguments=(),
-            band=Band.VECTOR,
-            features=FEATURES,
             constraints=(AtMost("H", MAX_WIDTH),),
             weight_layout="rows",
-            launches=_launches,
         )
 
 

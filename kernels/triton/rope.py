@@ -14,15 +14,13 @@ import triton.language as tl
 from tokenspeed.kernels.registry import (
     DTYPES_TRITON,
     AtMost,
-    Band,
     KernelSpec,
     MultipleOf,
     Request,
     Stage,
     device_stage,
 )
-from tokenspeed.kernels.triton.common import FEATURES, pdl_wait, starts_next_early
-from tokenspeed.target import GPU_TARGETS
+from tokenspeed.kernels.triton.common import pdl_wait, starts_next_early, vector_spec
 
 
 @triton.jit
@@ -107,16 +105,10 @@ def stages(request: Request) -> tuple[Stage, ...]:
 
 def specs() -> Iterator[KernelSpec]:
     """rope_kv_write for every GPU."""
-    yield KernelSpec(
-        op="rope_kv_write",
-        solution="triton",
-        symbol="triton_rope_kv_write",
-        targets=GPU_TARGETS,
-        dtypes=("bfloat16", "float32"),
-        arguments=(),
-        band=Band.VECTOR,
-        features=FEATURES,
+    yield vector_spec(
+        "rope_kv_write",
+        "triton_rope_kv_write",
+        stages,
         constraints=(MultipleOf("head_dim", 16), AtMost("head_dim", 256), MultipleOf("page_size", 32)),
         weight_layout="rows",
-        launches=stages,
     )

@@ -178,7 +178,7 @@ def _sweep(args: argparse.Namespace, engine: Engine) -> int:
 def _print_sweep(report: SweepReport) -> None:
     print(f"{'bucket':<14}{'steps':>6}{'p50 ms':>10}{'p99 ms':>10}{'max ms':>10}{'max/p50':>9}{'long ms':>10}  slowest")
     for b in report.buckets:
-        times = "".join(f"{seconds * 1e3:>10.3f}" for seconds in (b.p50, b.p99, b.max))
+        times = "".join(f"{'-':>10}" if s is None else f"{s * 1e3:>10.3f}" for s in (b.p50, b.p99, b.max))
         slowest = f"{b.slowest.shape}, {b.slowest.variant}, {b.slowest.num_tokens} tokens"
         ratio = f"{b.max_over_median:>9.2f}"
         longest = f"{b.longest_context * 1e3:>10.3f}" if b.longest_context else f"{'-':>10}"

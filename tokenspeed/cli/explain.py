@@ -21,13 +21,21 @@ _REPORT = {
                     "ops": [str],
                     "buckets": [str],
                     "chosen": str,
+                    "launches?": [
+                        {
+                            "buckets": [str],
+                            "kernels": [{"function": str, "constants": dict, "num_warps?": int, "num_stages?": int}],
+                        }
+                    ],
                     "candidates": [{"kernel": str, "reasons": [str]}],
                 }
             ],
         }
     ]
 }
-"""What of selection.json is shown."""
+"""What of selection.json is shown. Older builds wrote no ``launches``."""
+_ROWS = ("token", "sequence", "logit row")
+"""What there is a row for, by the size ``rows``: a place in STEP_SCALARS."""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -36,8 +44,9 @@ def add_parser(subparsers: Subparsers) -> None:
         "explain",
         help="say why each kernel was selected and what was rejected",
         description="Print the selection report that the build stored: for each op and target the kernel chosen, and\n"
-        "every candidate that lost or was rejected, with the reason. A choice that holds in some buckets only names\n"
-        "them. Tile shapes of GPU kernels are another matter: `tokenspeed tune show`.",
+        "every candidate that lost or was rejected, with the reason. Of a GPU target also what is launched: the\n"
+        "function with its constants (tile shape, sizes), warps and pipeline stages; where they were measured, see\n"
+        "`tokenspeed tune show`. What holds in some buckets only names them.",
         examples="  tokenspeed explain artifacts/smollm2\n"
         "  tokenspeed explain artifacts/smollm2 --op linear --target cpu:x86-64-v3\n"
         "  tokenspeed explain artifacts/smollm2 --json",
@@ -67,9 +76,10 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json({"targets": found})
         return 0
-    for target in found:
+    for number, target in enumerate(found):
         required = ", ".join(target["required_features"]) or "none"
-        print(f"target {target['target']} (features required: {required})")
+        separator = "\n" if number else ""
+        print(f"{separator}target {target['target']} (features required: {required})")
         buckets = {bucket for decision in target["decisions"] for bucket in decision["buckets"]}
         for decision in target["decisions"]:
             _print(decision, everywhere=buckets <= set(decision["buckets"]))
@@ -77,13 +87,37 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(decision: dict[str, Any], *, everywhere: bool) -> None:
-    sizes = " ".join(f"{name}={size}" for name, size in decision["sizes"].items())
     number = len(decision["ops"])
-    print(f"\n{decision['op']} {decision['dtype']} ({number} {'op' if number == 1 else 'ops'}; {sizes})")
+    print(f"\n{decision['op']} {decision['dtype']} ({number} {'op' if number == 1 else 'ops'}; {_sizes(decision)})")
     if not everywhere:
         print(f"  in        {', '.join(decision['buckets'])}")
     for candidate in decision["candidates"]:
         if candidate["kernel"] == decision["chosen"]:
             print(f"  chosen    {candidate['kernel']}")
+            _print_launches(decision)
         else:
             print(f"  rejected  {candidate['kernel']}: {'; '.join(candidate['reasons'])}")
+
+
+def _sizes(decision: dict[str, Any]) -> str:
+    """The sizes of the op, with how many rows it has in words."""
+    sizes = dict(decision["sizes"])
+    rows = sizes.pop("rows", None)
+    words = [" ".join(f"{name}={size}" for name, size in sizes.items())] if sizes else []
+    if rows is not None:
+        words.append(f"a row for each {_ROWS[rows]}" if 0 <= rows < len(_ROWS) else f"rows={rows}")
+    return "; ".join(words)
+
+
+def _print_launches(decision: dict[str, Any]) -> None:
+    for launch in decision.get("launches", []):
+        where = "" if launch["buckets"] == decision["buckets"] else f"  in {', '.join(launch['buckets'])}"
+        for kernel in launch["kernels"]:
+            print(f"  launches  {_kernel(kernel)}{where}")
+
+
+def _kernel(kernel: dict[str, Any]) -> str:
+    words = [", ".join(f"{name}={value}" for name, value in kernel["constants"].items())]
+    if "num_warps" in kernel and "num_stages" in kernel:
+        words.append(f"{kernel['num_warps']} warps, {kernel['num_stages']} stages")
+    return f"{kernel['function']}[{'; '.join(words)}]"

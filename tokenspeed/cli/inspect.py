@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_json, print_json
 from tokenspeed.errors import ArtifactError, ProgramError, UsageError
+
+if TYPE_CHECKING:
+    from tokenspeed.artifact import Artifact, Manifest, TargetSection
 
 _PROGRAM = {"ops": [{"name": str, "kind": str, "inputs": [str], "outputs": [str]}]}
 """What of program.json is shown."""
@@ -18,14 +22,17 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "inspect",
         help="show what is in an artifact",
-        description="Show the model, the envelope, the targets with their regions and buckets, and the files.\n"
-        "With --graph, print one LaunchGraph node by node; with --program, the ops of the whole-model IR.",
+        description="Show the model, the envelope, and in a few lines for each target its buckets, binaries, weights\n"
+        "and memory; with --full every bucket and every file. With --graph, print one LaunchGraph node by node;\n"
+        "with --program, the ops of the whole-model IR. --json is always all of the manifest.",
         examples="  tokenspeed inspect artifacts/smollm2\n"
+        "  tokenspeed inspect artifacts/smollm2 --full\n"
         "  tokenspeed inspect artifacts/smollm2 --graph graphs/cpu-x86-64-v4/decode-1.tslg\n"
         "  tokenspeed inspect artifacts/smollm2 --json | jq .targets[0].buckets",
     )
     add_artifact(parser)
     what = parser.add_mutually_exclusive_group()
+    what.add_argument("--full", action="store_true", help="list every bucket and every file")
     what.add_argument("--graph", metavar="FILE", help="print this LaunchGraph of the artifact")
     what.add_argument("--program", action="store_true", help="print the Program's ops")
     add_json(parser)
@@ -59,11 +66,11 @@ def run(args: argparse.Namespace) -> int:
     elif args.json:
         print_json({"digest": artifact.digest, **json.loads(artifact.read("manifest.json"))})
     else:
-        _print(artifact)
+        _print(artifact, full=args.full)
     return 0
 
 
-def _print(artifact: Any) -> None:
+def _print(artifact: Artifact, *, full: bool) -> None:
     manifest, model = artifact.manifest, artifact.manifest.model
     print(f"{artifact.path}\n  sha256:{artifact.digest}\n  format {manifest.format_version}, built by tokenspeed"
           f" {manifest.tokenspeed_version}")  # fmt: skip
@@ -75,14 +82,46 @@ def _print(artifact: Any) -> None:
     print("\n".join("  " + line for line in manifest.envelope.describe().splitlines()))
     for section in manifest.targets:
         print(f"\ntarget {section.target}: kernels {section.kernel_library} ABI {section.kernel_abi}")
-        sizes = {"weights": section.weights_bytes, "arena": section.arena_bytes, "io": section.io_bytes,
-                 "state": section.state_bytes, "kv page": section.kv_page_bytes}  # fmt: skip
-        for region, nbytes in sizes.items():
-            print(f"  {region:<8}{nbytes / 1e6:>10.2f} MB")
-        for entry in section.buckets:
-            bucket = entry.bucket
-            print(f"  bucket {bucket.kind:<7} {bucket.num_tokens:>6} tokens {bucket.num_seqs:>5} sequences"
-                  f" {bucket.num_logit_rows:>5} logit rows  {entry.graph}")  # fmt: skip
-    print("\nfiles")
-    for name, entry in sorted(manifest.files.items()):
-        print(f"  {entry.bytes:>12}  {entry.sha256[:16]}  {name}")
+        (_print_buckets if full else _print_summary)(manifest, section)
+    if full:
+        print("\nfiles")
+        for name, entry in sorted(manifest.files.items()):
+            print(f"  {entry.bytes:>12}  {entry.sha256[:16]}  {name}")
+    else:
+        print(f"\n{len(manifest.files)} files of {_megabytes(sum(f.bytes for f in manifest.files.values()))};"
+              " every bucket and file: --full")  # fmt: skip
+
+
+def _print_buckets(_: Manifest, section: TargetSection) -> None:
+    sizes = {"weights": section.weights_bytes, "arena": section.arena_bytes, "io": section.io_bytes,
+             "state": section.state_bytes, "kv page": section.kv_page_bytes}  # fmt: skip
+    for region, nbytes in sizes.items():
+        print(f"  {region:<8}{nbytes / 1e6:>10.2f} MB")
+    for entry in section.buckets:
+        bucket = entry.bucket
+        print(f"  bucket {bucket.kind:<7} {bucket.num_tokens:>6} tokens {bucket.num_seqs:>5} sequences"
+              f" {bucket.num_logit_rows:>5} logit rows  {entry.graph}")  # fmt: skip
+
+
+def _print_summary(manifest: Manifest, section: TargetSection) -> None:
+    def of(names: Iterable[str]) -> str:
+        """The size of files; those that a damaged artifact lacks count nothing."""
+        return _megabytes(sum(manifest.files[name].bytes for name in set(names) if name in manifest.files))
+
+    kinds: dict[str, list[int]] = {}
+    for entry in section.buckets:
+        kinds.setdefault(entry.bucket.kind.value, []).append(entry.bucket.num_tokens)
+    buckets = ", ".join(
+        f"{len(tokens)} {kind} (tokens: {min(tokens)}{f' to {max(tokens)}' if len(tokens) > 1 else ''})"
+        for kind, tokens in kinds.items()
+    )
+    print(f"  buckets   {buckets or 'none'}; graphs of {of(section.graphs)}")
+    if section.binaries:
+        print(f"  binaries  {len(section.binaries)} of {of(binary.file for binary in section.binaries)}")
+    print(f"  weights   {_megabytes(section.weights_bytes)} in {section.weights}")
+    print(f"  memory    arena {_megabytes(section.arena_bytes)}, io {_megabytes(section.io_bytes)},"
+          f" state {_megabytes(section.state_bytes)}, KV page {_megabytes(section.kv_page_bytes)}")  # fmt: skip
+
+
+def _megabytes(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.2f} MB"

@@ -34,6 +34,7 @@ from tokenspeed.compile.lower import Binary, LoweredTarget, TargetPlan, lower_ta
 from tokenspeed.compile.models import build_program
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
 from tokenspeed.compile.program import Program
+from tokenspeed.compile.tokenizer import load_tokenizer
 from tokenspeed.compile.verify import verify
 from tokenspeed.compile.weights import WeightPlan, write_weights
 from tokenspeed.envelope import Envelope, read_recipe, resolve
@@ -122,6 +123,7 @@ def build(
         envelope = _envelope(source, flags, recipe)
         tokenizer = asdict(source.tokenizer())
         _check_texts(tokenizer)
+        _check_vocabulary(tokenizer["tokenizer_json"], source.config.vocab_size)
     path = Path(output) if output is not None else default_output(envelope.model)
     destination(path, force)
     with progress.stage("program"):
@@ -383,6 +385,18 @@ def _check_texts(tokenizer: Mapping[str, Any]) -> None:
             value.encode() if isinstance(value, str) else None
         except UnicodeEncodeError:
             raise CheckpointError(f"the tokenizer's {name} holds half of a surrogate pair: {value!r:.60}") from None
+
+
+def _check_vocabulary(tokenizer_json: bytes, vocab_size: int) -> None:
+    """Every token needs a row of the embedding; rows without a token are common and do no harm."""
+    ids = load_tokenizer(tokenizer_json, "tokenizer.json").get_vocab(with_added_tokens=True)
+    beyond = [token for token, number in ids.items() if number >= vocab_size]
+    if beyond:
+        raise CheckpointError(
+            f"the tokenizer does not fit the model: need token ids below {vocab_size}, the rows of the embedding, have"
+            f" {len(beyond)} others, the last of them {max(ids.values())} ({max(ids, key=ids.__getitem__)!r:.60})",
+            hint="use the tokenizer that belongs to these weights, or drop the tokens that were added to it",
+        )
 
 
 def _write_tokenizer(folder: Path, files: dict[str, Any]) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from tokenspeed.bucket import Bucket
 from tokenspeed.compile.ops import Dim
 from tokenspeed.compile.program import Op, Program
 from tokenspeed.errors import SelectionError
-from tokenspeed.kernels.registry import Candidate, KernelSpec, Registry, Request, Stage
+from tokenspeed.kernels.library import LibraryKernel
+from tokenspeed.kernels.registry import Candidate, DeviceKernel, KernelSpec, Registry, Request, Stage
 from tokenspeed.step import STEP_SCALARS
 from tokenspeed.target import Target
 
@@ -34,9 +35,14 @@ class Plan:
     calls: tuple[KernelCall, ...]
 
 
+GpuKernels: TypeAlias = tuple[DeviceKernel | LibraryKernel, ...]
+"""What a call launches on a GPU, in order; nothing for a call of the native library."""
+
+
 @dataclass(frozen=True)
 class Decision:
-    """One choice, and the ops and buckets that it was made for: equal requests get one answer."""
+    """One choice, and the ops and buckets that it was made for: equal requests get one answer. ``launches``: what the
+    chosen kernel launches, with its tile, and in which of the buckets."""
 
     op: str
     dtype: str
@@ -44,6 +50,7 @@ class Decision:
     candidates: tuple[Candidate, ...]
     op_names: tuple[str, ...]
     buckets: tuple[str, ...]
+    launches: Mapping[GpuKernels, tuple[str, ...]]
 
     @property
     def chosen(self) -> KernelSpec:
@@ -57,6 +64,10 @@ class Decision:
             "ops": list(self.op_names),
             "buckets": list(self.buckets),
             "chosen": self.chosen.symbol,
+            "launches": [
+                {"buckets": list(buckets), "kernels": [kernel.to_json() for kernel in kernels]}
+                for kernels, buckets in self.launches.items()
+            ],
             "candidates": [candidate.to_json() for candidate in self.candidates],
         }
 
@@ -108,7 +119,7 @@ def select(
         kinds = ", ".join(sorted({op.kind for op in program.ops}))
         raise SelectionError(f"op {unknown[0]!r} is pinned to {pinned[unknown[0]]!r}, but the program has only {kinds}")
     groups = _groups(program, deployment)
-    answers: list[tuple[_Group, Bucket, tuple[Candidate, ...]]] = []
+    answers: list[_Answer] = []
     plans = []
     for bucket in buckets:
         calls: dict[str, KernelCall] = {}
@@ -123,8 +134,8 @@ def select(
                 solution=pinned.get(group.kind),
             )
             spec, candidates = registry.select(request)
-            answers.append((group, bucket, candidates))
             stages = spec.stages(request)
+            answers.append(_Answer(group, bucket, candidates, _gpu_kernels(stages)))
             calls |= {op.name: KernelCall(op, spec, request.sizes, stages) for op in group.ops}
         plans.append(Plan(target, bucket, tuple(calls[op.name] for op in program.ops)))
     if "batch_invariant" in features:
@@ -141,6 +152,20 @@ class _Group:
     ops: tuple[Op, ...]
 
 
+@dataclass(frozen=True)
+class _Answer:
+    """The registry's answer for a group in a bucket, and what its first kernel launches there."""
+
+    group: _Group
+    bucket: Bucket
+    candidates: tuple[Candidate, ...]
+    kernels: GpuKernels
+
+
+def _gpu_kernels(stages: Sequence[Stage]) -> GpuKernels:
+    return tuple(kernel for stage in stages if (kernel := stage.kernel or stage.library) is not None)
+
+
 def _groups(program: Program, deployment: Mapping[str, int]) -> list[_Group]:
     members: dict[tuple[str, tuple[tuple[str, int], ...]], list[Op]] = {}
     for op in program.ops:
@@ -149,16 +174,21 @@ def _groups(program: Program, deployment: Mapping[str, int]) -> list[_Group]:
     return [_Group(kind, dict(sizes), tuple(ops)) for (kind, sizes), ops in members.items()]
 
 
-def _decisions(dtype: str, answers: Sequence[tuple[_Group, Bucket, tuple[Candidate, ...]]]) -> tuple[Decision, ...]:
+def _decisions(dtype: str, answers: Sequence[_Answer]) -> tuple[Decision, ...]:
     """Answers that are equal in several buckets become one decision."""
-    merged: dict[object, tuple[_Group, tuple[Candidate, ...], list[str]]] = {}
-    for group, bucket, candidates in answers:
-        key = (id(group), tuple((c.spec.symbol, c.reasons) for c in candidates))
-        merged.setdefault(key, (group, candidates, []))[2].append(bucket.name)
-    return tuple(
-        Decision(group.kind, dtype, group.sizes, candidates, tuple(op.name for op in group.ops), tuple(buckets))
-        for group, candidates, buckets in merged.values()
-    )
+    merged: dict[object, list[_Answer]] = {}
+    for answer in answers:
+        key = (id(answer.group), tuple((c.spec.symbol, c.reasons) for c in answer.candidates))
+        merged.setdefault(key, []).append(answer)
+    decisions = []
+    for equal in merged.values():
+        group, launches = equal[0].group, dict[GpuKernels, tuple[str, ...]]()
+        for answer in equal:
+            if answer.kernels:
+                launches[answer.kernels] = (*launches.get(answer.kernels, ()), answer.bucket.name)
+        names, buckets = tuple(op.name for op in group.ops), tuple(answer.bucket.name for answer in equal)
+        decisions.append(Decision(group.kind, dtype, group.sizes, equal[0].candidates, names, buckets, launches))
+    return tuple(decisions)
 
 
 def _check_bitwise_classes(plans: Sequence[Plan]) -> None:

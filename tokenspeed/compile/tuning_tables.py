@@ -21,6 +21,7 @@ from tokenspeed.tuning_pack import FORMAT_VERSION as RESULTS_VERSION
 from tokenspeed.tuning_pack import Peak, write_whole
 
 RESULTS_KIND = "tokenspeed tuning results"
+_ZIP = b"PK\x03\x04"  # how packs begin
 Entry: TypeAlias = dict[str, Any]
 Key: TypeAlias = tuple[str, int, int, int, str, str]
 _CHOICE = {"us": float, "config": dict}
@@ -127,7 +128,13 @@ def _key(entry: Entry) -> Key:
 def read_results(path: Path) -> tuple[Target, list[tuple[str, Entry]]]:
     """(target, (family, entry of a table) of every case that has a winner) of a run. Raises ArtifactError."""
     try:
-        raw = json_check.parse(path.read_bytes())
+        data = path.read_bytes()
+        if data.startswith(_ZIP):
+            raise ArtifactError(
+                f"{path} is a pack: need results, the JSON file that `tokenspeed tune run` writes",
+                hint=f"time the pack on a GPU with `tokenspeed tune run {path} -o RESULTS.json`, and merge those",
+            )
+        raw = json_check.parse(data)
         if not isinstance(raw, dict) or raw.get("kind") != RESULTS_KIND:
             raise ValueError("it does not say that it is one")
         if raw["format_version"] != RESULTS_VERSION:
@@ -150,6 +157,7 @@ def read_results(path: Path) -> tuple[Target, list[tuple[str, Entry]]]:
         ) from None
     except (ValueError, KeyError, TypeError, AttributeError, TargetError, RecursionError) as e:
         reason = f"it has no {e}" if isinstance(e, KeyError) else str(e)
+        reason = "it is no text" if isinstance(e, UnicodeDecodeError) else reason
         raise ArtifactError(
             f"{path} holds no results of `tokenspeed tune run`: {reason}", hint="give it what `-o` of a run wrote"
         ) from None

@@ -94,5 +94,5 @@ def percentiles(samples: list[float]) -> dict[str, float]:
     if not samples:
         return {"p50": 0.0, "p99": 0.0, "max": 0.0}
     ordered = sorted(samples)
-    rank = [ordered[min(len(ordered) - 1, int(len(ordered) * share))] for share in (0.5, 0.99)]
-    return {"p50": rank[0], "p99": rank[1], "max": ordered[-1]}
+    p50, p99 = (ordered[-(-len(ordered) * percent // 100) - 1] for percent in (50, 99))
+    return {"p50": p50, "p99": p99, "max": ordered[-1]}

@@ -6,6 +6,7 @@ A place opens its device and answers what the loader asks of either kind, so tha
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -162,8 +163,9 @@ def _with_ordinal(found: Found, ordinal: int) -> list[Gpu]:
 
 
 def _explained(error: ArtifactError, found: Found) -> ArtifactError:
-    """The error with what is known of the GPUs: which there are, or why there is none."""
-    more = [f"GPU {gpu.ordinal} is {gpu.name}, {gpu.arch}" for gpu in found.gpus] + list(found.reasons.values())
+    """The error with what is known of the GPUs: which there are, or, in a few words, why there is none."""
+    reasons = [re.split(r": | \(", reason, maxsplit=1)[0] for reason in found.reasons.values()]
+    more = [f"GPU {gpu.ordinal} is {gpu.name}, {gpu.arch}" for gpu in found.gpus] + reasons
     return ArtifactError("; ".join([error.message, *more]), hint=error.hint)
 
 

@@ -24,6 +24,8 @@ from tokenspeed.runtime.steps import MadeStep, Sampling, SequencePart
 from tokenspeed.step import MAX_LOGIT_BIAS, MAX_TOP_LOGPROBS
 
 STEPS_PER_BUCKET = 24
+P99_STEPS = 100
+"""Steps from which on the 99th percentile is another than the maximum."""
 SHARED_PAGES = 8
 USUAL_CONTEXT = 2048
 """Most positions before a step's own, of all sequences but those of steps with a long context."""
@@ -67,12 +69,13 @@ class StepFigures:
 @dataclass(frozen=True)
 class BucketFigures:
     """Seconds of a bucket's steps. Steps of shape 'long' count in ``longest_context`` and ``by_shape`` alone: what they
-    cost is attention. ``slowest`` took ``max``; ``by_shape`` and ``by_variant`` are medians."""
+    cost is attention. ``p99`` is None below P99_STEPS; ``slowest`` took ``max``; ``by_shape`` and ``by_variant`` are
+    medians."""
 
     bucket: Bucket
     steps: int
     p50: float
-    p99: float
+    p99: float | None
     max: float
     longest_context: float
     slowest: StepFigures
@@ -162,7 +165,7 @@ def _figures(bucket: Bucket, steps: list[StepFigures]) -> BucketFigures:
         bucket,
         len(steps),
         times["p50"],
-        times["p99"],
+        times["p99"] if len(usual) >= P99_STEPS else None,
         times["max"],
         max((step.seconds for step in steps if step.shape == "long"), default=0.0),
         max(usual, key=lambda step: step.seconds),

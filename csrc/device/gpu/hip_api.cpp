@@ -1,5 +1,6 @@
 #include "device/gpu/hip_api.h"
 
+#include <string_view>
 #include <vector>
 
 namespace tokenspeed::device::gpu {
@@ -44,8 +45,9 @@ class HipDriver final : public Driver {
 
   std::string describe(Status code) const override {
     const char *name = error_name_(code), *text = error_string_(code);
+    const bool says_more = text != nullptr && (name == nullptr || std::string_view(text) != name);
     return std::string(name != nullptr ? name : "HIP error") + " (" + std::to_string(code) + ")" +
-           (text != nullptr ? std::string(": ") + text : "");
+           (says_more ? std::string(": ") + text : "");
   }
 
   Status architecture(std::string* arch, int device) const override {

@@ -12,7 +12,7 @@ from tokenspeed.errors import RequestError
 def parse_body(raw: bytes) -> dict[str, Any]:
     """The JSON object of a request body. Raises RequestError if it is not one."""
     try:
-        body = json.loads(raw, parse_constant=_refuse_constant)
+        body = json.loads(raw, parse_constant=_refuse_constant, object_pairs_hook=_once)
     except RecursionError:
         raise RequestError("the request body is not usable JSON: it is nested too deeply") from None
     except ValueError as e:  # also UnicodeDecodeError
@@ -26,6 +26,16 @@ def parse_body(raw: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names differ: of equal ones JSON leaves open which counts, so none is taken."""
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"an object names {json.dumps(name)[:60]} twice")
+        found[name] = value
+    return found
 
 
 def _kind(value: object) -> str:
@@ -116,7 +126,12 @@ class Fields:
                 self.refuse(name, "an object whose keys are token ids", found)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 self.refuse(name, "an object of numbers", found)
-        return {int(key): value for key, value in found.items()} or None
+        biases: dict[int, float] = {}
+        for key, value in found.items():
+            if int(key) in biases:
+                self.refuse(name, f"an object that names each token once, and names token {int(key)} twice", found)
+            biases[int(key)] = value
+        return biases or None
 
     def refuse(self, name: str, needed: str, value: object) -> NoReturn:
         name = self._prefix + name

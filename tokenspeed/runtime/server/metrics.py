@@ -143,7 +143,6 @@ class _EngineCollector(Collector):
                 f"after_ready_{name}",
                 f"What a closed runtime never does: {name.replace('_', ' ')} since it was ready.",
                 value,
-                prefix="tokenspeed_",
             )
         yield self._host_seconds(stats.host)
         device = GaugeMetricFamily(
@@ -167,13 +166,8 @@ class _EngineCollector(Collector):
         return family
 
     def _family(
-        self,
-        kind: type[GaugeMetricFamily] | type[CounterMetricFamily],
-        name: str,
-        text: str,
-        value: float,
-        prefix: str = "tokenspeed:",
+        self, kind: type[GaugeMetricFamily] | type[CounterMetricFamily], name: str, text: str, value: float
     ) -> Metric:
-        family = kind(f"{prefix}{name}", text, labels=["model_name"])
+        family = kind(f"tokenspeed:{name}", text, labels=["model_name"])
         family.add_metric([self._model], value)
         return family

@@ -1,0 +1,82 @@
+// A request as the scheduler knows it, and its place among those that decode.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "fsm/request_state.h"
+#include "scheduler/config.h"
+#include "scheduler/waiting_queue.h"
+
+namespace tokenspeed::scheduler {
+
+// What every commit of a decode reads and writes: one cache line.
+struct alignas(64) HotRequest {
+  static constexpr size_t kNearStops = 3;  // as many as most requests have
+
+  fsm::RequestState state{fsm::Waiting{}};
+  std::vector<int32_t> tokens;  // the prompt, then what was drawn and committed
+  int64_t id = 0;
+  int32_t most_tokens = 0;  // of prompt and drawn ones together
+  std::array<int32_t, kNearStops> near_stops = {-1, -1, -1};
+};
+static_assert(sizeof(HotRequest) == 64);
+
+struct Request : HotRequest, QueueEntry {
+  Request(int64_t request_id, std::vector<int32_t> prompt, RequestParams its_params)
+      : params(std::move(its_params)), num_prompt(static_cast<int32_t>(prompt.size())) {
+    id = request_id;
+    tokens = std::move(prompt);
+    most_tokens = num_prompt + params.max_new_tokens;
+    const auto& stops = params.stop_token_ids;
+    if (stops.size() <= kNearStops) std::copy(stops.begin(), stops.end(), near_stops.begin());
+  }
+
+  RequestParams params;
+  const int32_t num_prompt;
+  int32_t lane = -1;                  // its place among the decodes, or -1
+  int32_t num_positions = 0;          // of chunks, in pages once every planned step has run; in a lane it is there
+  int32_t num_prompt_rows = 0;        // prompt rows planned so far; they are never asked again
+  int32_t num_tokens_preempted = -1;  // num_tokens() when it was preempted last
+  bool publishes = false;             // its full pages go to the prefix index
+  int64_t waits_since_ns = 0;
+
+  int32_t num_tokens() const noexcept { return static_cast<int32_t>(tokens.size()); }
+  // The position behind its last decode: that draws its last token.
+  int32_t decode_end() const noexcept { return most_tokens - 1; }
+  bool stops_at(int32_t token) const noexcept {
+    const auto& stops = params.stop_token_ids;
+    if (stops.size() > kNearStops) return std::find(stops.begin(), stops.end(), token) != stops.end();
+    return std::find(near_stops.begin(), near_stops.end(), token) != near_stops.end();
+  }
+  bool was_preempted() const noexcept { return num_tokens_preempted >= 0; }
+  // It has drawn a token since it was preempted, so it may be preempted again.
+  bool has_progressed() const noexcept { return num_tokens() > num_tokens_preempted; }
+  // Who is first when pages are short.
+  std::pair<int32_t, int64_t> rank() const noexcept { return {arrival().priority, arrival().number}; }
+
+  // Asks for the cache line of HotRequest, or for the place of the next token (which reads it). Between two steps lie
+  // milliseconds, in which others use the caches: who walks over requests asks for those to come, so that their misses
+  // pass at the same time.
+  void prefetch() const noexcept { __builtin_prefetch(static_cast<const HotRequest*>(this), 1); }
+  void prefetch_tokens() const noexcept { __builtin_prefetch(tokens.data() + tokens.size(), 1); }
+};
+
+// What planning a decode reads and writes, one after another in memory for all requests that decode. In no order: the
+// last one moves to where one leaves.
+struct DecodeLane {
+  Request* request;
+  int32_t slot;
+  uint32_t tag;       // of the request and of the pages it has; see Step::add_decode
+  int32_t position;   // of the newest token
+  int32_t covered;    // positions that its pages have room for
+  int32_t end;        // Request::decode_end
+  int32_t num_pages;
+  int32_t page;       // the last one
+  bool adjusts;       // its draws have an adjustment
+};
+
+}  // namespace tokenspeed::scheduler
