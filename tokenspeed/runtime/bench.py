@@ -178,8 +178,8 @@ def bare_step_seconds(engine: Engine, sequences: int) -> float:
     ]
     shape = (page_size, envelope.pages_per_seq, engine.info.vocab_size)
     prepared = [MadeStep(i, parts, *shape) for i in range(executor.io_sets)]
-    for step in prepared:
-        executor.place(step)
+    for made in prepared:
+        executor.place(made)
     in_flight = deque(executor.submit(step) for step in prepared)
     began = time.perf_counter()
     for number in range(BARE_STEPS):

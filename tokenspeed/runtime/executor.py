@@ -15,7 +15,7 @@ from tokenspeed.step import INPUTS, OUTPUTS, STEP_SIZES, align
 
 IO_SET_ALIGNMENT = 4096
 """Bytes to which each of a device's io sets is aligned: a memory page."""
-WARM_SECONDS, WARM_TIMES = 5e-4, 40
+WARM_SECONDS, WARM_TIMES = 1e-4, 200
 """While a step runs: how often caches are warmed, and for how many times: decode steps take no longer."""
 _FORMATS: dict[str, Any] = {"int32": "i", "int64": "q", "uint64": "Q", "float32": "f"}
 
