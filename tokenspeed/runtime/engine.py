@@ -275,7 +275,7 @@ class Engine:
             num_running=s.num_running,
             num_waiting=s.num_waiting + len(self._inbox),
             num_pages=s.num_pages,
-            num_free_pages=s.num_free_pages,
+            num_free_pages=s.num_free_pages + s.num_cached_pages,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,

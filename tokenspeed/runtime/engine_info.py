@@ -34,7 +34,8 @@ class EngineInfo:
 class EngineStats:
     """A snapshot. Counters run from the engine's start; ``device`` holds the device's own counters, ``after_ready``
     those of what a closed runtime never does, ``scheduler`` the scheduler's, and ``host`` the host's seconds by part of
-    a step. Cached pages hold a prefix that no request uses: they are as good as free."""
+    a step. Free pages are to be had at once; the
+    cached ones among them hold a prefix, which no request uses now."""
 
     num_running: int
     num_waiting: int
