@@ -426,7 +426,12 @@ def test_steps_copy_themselves_as_their_arrays_say() -> None:
         max_num_seqs=3, max_prefill_tokens=40, max_logit_rows=9, max_model_len=64, page_size=16, num_pages=12,
         max_waiting=9,
     )  # fmt: skip
-    scheduler = _native.Scheduler(config)
+    from tokenspeed.step import INPUTS, IO, STEP_SIZES, place
+
+    placed, nbytes = place(IO, {"T": 40, "S": 3, "P": 4, "R": 9, "V": 70, "C": 3})
+    io = bytearray(nbytes)
+    offsets = [t.offset for t in placed[: 1 + len(INPUTS)]]
+    scheduler = _native.Scheduler(config, [io], offsets)
     for i in range(3):
         params = _native.RequestParams(
             max_new_tokens=4, temperature=0.5 + i, top_p=0.9, top_k=i, min_p=0.1, seed=1 << 63 | i, num_logprobs=i,
@@ -435,12 +440,6 @@ def test_steps_copy_themselves_as_their_arrays_say() -> None:
         scheduler.submit(i, list(range(5 + 15 * i)), params)
     step = scheduler.next_step()
     assert step is not None and step.num_seqs >= 2
-    from tokenspeed.step import INPUTS, IO, STEP_SIZES, place
-
-    placed, nbytes = place(IO, {"T": 40, "S": 3, "P": 4, "R": 9, "V": 70, "C": 3})
-    io = bytearray(nbytes)
-    offsets = [t.offset for t in placed[: 1 + len(INPUTS)]]
-    step.copy_to(memoryview(io), offsets)
     formats: dict[str, Any] = {"int32": "i", "int64": "q", "uint64": "Q", "float32": "f"}
     for tensor in placed[1 : 1 + len(INPUTS)]:
         have = memoryview(io)[tensor.offset : tensor.offset + tensor.nbytes].cast(formats[tensor.dtype])
@@ -455,8 +454,10 @@ def test_steps_copy_themselves_as_their_arrays_say() -> None:
     assert STEP_SIZES.name == placed[0].name
     assert list(sizes) == [step.num_tokens, step.num_seqs, step.num_logit_rows, 0, 0, 0, 0, 0]
     with pytest.raises(ValueError, match="step inputs: need 30 offsets, have 29"):
-        step.copy_to(memoryview(io), offsets[1:])
+        _native.Scheduler(config, [io], offsets[1:])
     with pytest.raises(ValueError, match=r"step inputs: tensor 0 needs 32 bytes at byte 4096 of \d+"):
-        step.copy_to(memoryview(io)[:4096], [4096, *offsets[1:]])
+        _native.Scheduler(config, [memoryview(io)[:4096]], [4096, *offsets[1:]])
     with pytest.raises((BufferError, TypeError)):
-        step.copy_to(memoryview(bytes(io)), offsets)
+        _native.Scheduler(config, [bytes(io)], offsets)
+    with pytest.raises(ValueError, match="need memory for each of max_in_flight 1 steps, have it for 2"):
+        _native.Scheduler(config, [io, io], offsets)

@@ -42,6 +42,7 @@ CPP_MAY_INCLUDE = {
     "cache": {"check", "cache"},
     "fsm": {"check", "cache", "fsm"},
     "scheduler": {"check", "cache", "fsm", "scheduler"},
+    "simulate": {"check", "cache", "fsm", "scheduler", "simulate"},
     "device": {"check", "device"},
 }
 

@@ -46,9 +46,9 @@ def test_a_line_of_a_public_trace() -> None:
 
 def test_optional_fields_and_unknown_ones() -> None:
     request = parse_line(
-        line(priority=-3, tenant="acme", deadline=1500.5, session_id=17, delay=250, chat_id=9, output_hash_ids=[]), 512
+        line(priority=3, tenant="acme", deadline=1500.5, session_id=17, delay=250, chat_id=9, output_hash_ids=[]), 512
     )
-    assert request == TraceRequest(5, 700, 3, (1, 2), (), -3, "acme", 1500.5, "17", 250)
+    assert request == TraceRequest(5, 700, 3, (1, 2), (), 3, "acme", 1500.5, "17", 250)
     assert parse_line(line(hash_ids=..., tenant=None, session=None, deadline=None), 512) == TraceRequest(5, 700, 3)
     assert parse_line(b" \r\n", 512) is None
 
@@ -91,8 +91,8 @@ REFUSED: list[tuple[bytes, str]] = [
     (line(input_length=2000, hash_ids=[1, 2]), "hash_ids: need 4 for 2000 tokens in blocks of 512, have 2"),
     (line(output_hash_ids=[9]), "output_hash_ids: need at most 0, have 1"),
     (line(hash_ids=[1], output_length=900, output_hash_ids=[9]), "output_hash_ids: need 2 hash_ids before them"),
-    (line(priority=128), "priority: need a whole number from -128 to 127, have 128"),
-    (line(priority="high"), "priority: need a whole number from -128 to 127, have 'high'"),
+    (line(priority=10), "priority: need a whole number from 0 to 9, have 10"),
+    (line(priority="high"), "priority: need a whole number from 0 to 9, have 'high'"),
     (line(tenant="a\nb"), r"tenant: need a printable text of at most 256 characters, have 'a\\nb'"),
     (line(tenant="\ud800"), "tenant: need a printable text"),
     (line(session="x" * 257), "session: need a printable text"),
@@ -125,7 +125,7 @@ requests = st.builds(
     st.integers(1, 2000),
     st.integers(1, 5000),
     tenant=st.sampled_from(["", "acme", "ümlaut", "7"]),
-    priority=st.integers(-128, 127),
+    priority=st.integers(0, 9),
     deadline=st.one_of(st.none(), st.floats(0, 1e9)),
 )
 

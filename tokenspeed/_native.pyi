@@ -2,15 +2,16 @@
 """TokenSpeed's C++: the scheduler (control plane) and the devices."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 
 class QueueFull(Exception):
     pass
 
 class SchedulerConfig:
-    """The envelope's limits. Scheduler(config) checks them."""
+    """The envelope's limits, and policy. Scheduler(config) checks them."""
 
-    def __init__(self, max_num_seqs: int, max_prefill_tokens: int, max_logit_rows: int, max_model_len: int, page_size: int, num_pages: int, max_waiting: int, max_in_flight: int = 1, vocab_size: int = 0) -> None: ...
+    def __init__(self, max_num_seqs: int, max_prefill_tokens: int, max_logit_rows: int, max_model_len: int, page_size: int, num_pages: int, max_waiting: int, max_in_flight: int = 1, vocab_size: int = 0, prefix_index: bool = True, num_host_pages: int = 0, cache_salt: str = '', record_kv_events: bool = False, aging_ns: int = 0) -> None: ...
 
     @property
     def max_num_seqs(self) -> int: ...
@@ -40,18 +41,40 @@ class SchedulerConfig:
     def vocab_size(self) -> int:
         """Of logit biases and token masks; 0: no request has any."""
 
+    @property
+    def prefix_index(self) -> bool:
+        """Whether pages of one request are found by the next."""
+
+    @property
+    def num_host_pages(self) -> int:
+        """Of the host tier; 0: there is none."""
+
+    @property
+    def cache_salt(self) -> str:
+        """Of the prefix index: the artifact's digest."""
+
+    @property
+    def record_kv_events(self) -> bool: ...
+
+    @property
+    def aging_ns(self) -> int:
+        """Waiting that long makes up for one priority class; 0: never."""
+
 class RequestParams:
     """
     What one request asks of the scheduler. num_logprobs and num_prompt_logprobs: -1 is none.
     bias_ids ascend; token_mask has a bit for each token of the vocabulary, or is empty.
+    priority: class 0 (first) to 9. tenant: whose fair share it counts for. deadline_ns: on the
+    clock of now_ns; None: none. cache_key: prefixes are shared within one.
     """
 
-    def __init__(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float, seed: int, num_logprobs: int = -1, num_prompt_logprobs: int = -1, stop_token_ids: Sequence[int] = [], repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0, bias_ids: Sequence[int] = [], bias_values: Sequence[float] = [], token_mask: Sequence[int] = []) -> None: ...
+    def __init__(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float, seed: int, num_logprobs: int = -1, num_prompt_logprobs: int = -1, stop_token_ids: Sequence[int] = [], repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0, bias_ids: Sequence[int] = [], bias_values: Sequence[float] = [], token_mask: Sequence[int] = [], priority: int = 0, tenant: int = 0, deadline_ns: int | None = None, cache_key: str = '') -> None: ...
 
 class Step:
     """
     One forward pass. Arrays are read-only memoryviews named as tokenspeed/step.py INPUTS;
-    page_table and token_masks are flat. They keep the step's memory alive.
+    page_table and token_masks are flat. They are the scheduler's, which writes them anew once the
+    step has committed or failed, and keep its memory alive.
     """
 
     @property
@@ -76,11 +99,34 @@ class Step:
         (request_id, is_prompt_row, position of the token asked for or drawn) of every logit row.
         """
 
-    def copy_to(self, io: memoryview, offsets: Sequence[int]) -> None:
+    @property
+    def num_admitted(self) -> int: ...
+
+    @property
+    def admitted(self) -> list[tuple[int, int, int, int, bool]]:
         """
-        Copy the inputs into a writable buffer: tensor i of tokenspeed/step.py INPUTS to byte offsets[i]; of a
-        page_table row only the pages of its sequence. Raises ValueError when a tensor does not fit.
+        Of each request that left the queue with this step: (request_id, tokens found in the prefix index,
+        tokens of these that come back from the host tier, nanoseconds waited, whether it was preempted).
         """
+
+    @property
+    def decision(self) -> dict[str, object]:
+        """
+        What was decided with the step, and why no more: counts, admitted and preempted requests.
+        """
+
+    @property
+    def num_moves(self) -> int: ...
+
+    @property
+    def moves_out(self) -> list[tuple[int, int]]:
+        """
+        (device page, host page) to copy from the device before the step runs, ahead of all moves_in.
+        """
+
+    @property
+    def moves_in(self) -> list[tuple[int, int]]:
+        """(device page, host page) to copy to the device before the step runs."""
 
     @property
     def token_ids(self) -> memoryview: ...
@@ -169,6 +215,11 @@ class Step:
     @property
     def token_masks(self) -> memoryview: ...
 
+def transitions() -> list[tuple[str, str, str]]:
+    """
+    Every legal edge of a request's life: (state, event, next state), as csrc/fsm/transitions.h has them.
+    """
+
 class Drawn:
     """
     What a committed step drew: (request_id, token, finish) in row order, without requests that have
@@ -181,17 +232,23 @@ class Drawn:
 
 class Scheduler:
     """
-    Decides what runs in the next step (docs/scheduler.md). Not thread-safe: one thread owns it.
+    Decides what runs in the next step (docs/scheduler.md). Not thread-safe: one thread owns it. Times are
+    nanoseconds since any fixed start.
     """
 
-    def __init__(self, config: SchedulerConfig) -> None: ...
+    def __init__(self, config: SchedulerConfig, io: Sequence[memoryview] = ..., offsets: Sequence[int] = ...) -> None:
+        """
+        io: a writable buffer for each of max_in_flight steps, where the inputs of step i are written to number i
+        modulo max_in_flight: tensor j of STEP_SIZES and INPUTS in tokenspeed/step.py at byte offsets[j]. Without
+        it steps have memory of their own. Raises ValueError.
+        """
 
-    def submit(self, request_id: int, prompt: Sequence[int], params: RequestParams) -> None:
+    def submit(self, request_id: int, prompt: Sequence[int], params: RequestParams, now_ns: int = 0) -> None:
         """
         Queues a request. QueueFull when max_waiting wait; ValueError for one that could never be served.
         """
 
-    def next_step(self) -> Step | None:
+    def next_step(self, now_ns: int = 0) -> Step | None:
         """
         Plans a step. None: nothing can run now; commit first if a step is in flight.
         """
@@ -217,13 +274,53 @@ class Scheduler:
         in flight that uses them is over. No event of it follows.
         """
 
+    def expire(self, now_ns: int) -> list[int]:
+        """Ends the requests whose deadline has come; returns them."""
+
+    def preempt(self, request_id: int) -> bool:
+        """
+        Has a request give its place up and wait before all new ones. False where it cannot: it has no place, a step
+        in flight uses it, or it has drawn nothing since the last time.
+        """
+
+    def flush_prefixes(self) -> None:
+        """
+        The weights have changed: nothing cached is used by requests admitted from here on.
+        """
+
+    def drop_host_tier(self) -> None:
+        """The host's memory of pages is not used any more."""
+
+    def take_events(self) -> list[tuple[object, ...]]:
+        """
+        What happened to cached pages since the last call, in order: ('stored', hash, parent hash or None, key,
+        tokens), ('removed', hash), ('cleared',).
+        """
+
     def requests(self) -> list[tuple[int, str, int, int, int]]:
         """
         (request_id, state, steps in flight, pages, positions) of every request, in order of id.
         """
 
+    def counters(self) -> dict[str, int]:
+        """
+        Since the start: preemptions, admissions, prompt_tokens (of requests admitted for the first time), of these
+        cached_tokens and restored_tokens (from the host tier), computed_tokens (planned in chunks),
+        evicted_pages, expired.
+        """
+
+    def oldest_wait(self, now_ns: int) -> int:
+        """
+        Nanoseconds that the oldest request which never ran has waited; 0 when none waits.
+        """
+
     @property
-    def num_waiting(self) -> int: ...
+    def num_waiting(self) -> int:
+        """Also those that were preempted."""
+
+    @property
+    def num_preempted(self) -> int:
+        """Of those that wait."""
 
     @property
     def num_running(self) -> int: ...
@@ -239,12 +336,77 @@ class Scheduler:
     def num_free_pages(self) -> int: ...
 
     @property
+    def num_cached_pages(self) -> int:
+        """
+        Of the device, that hold a prefix and no request uses: as good as free.
+        """
+
+    @property
+    def num_host_pages_used(self) -> int: ...
+
+    @property
     def num_preemptions(self) -> int:
         """Since the start."""
 
     @property
     def is_idle(self) -> bool:
         """No request is known and no step is in flight."""
+
+class StepCosts:
+    """
+    What a step takes in the simulator: seconds of its bucket and its attention.
+    """
+
+    def __init__(self, buckets: Sequence[tuple[bool, int, int, int, float]], per_context_token: float, per_pair: float, per_page_move: float) -> None:
+        """
+        buckets: (is_decode, num_tokens, num_seqs, num_logit_rows, seconds). ValueError for senseless ones.
+        """
+
+    def step_ns(self, num_tokens: int, num_seqs: int, num_logit_rows: int, decode_only: bool, context_tokens: int = 0, pairs: float = 0.0, num_page_moves: int = 0) -> tuple[int, int]:
+        """
+        (place of its bucket, nanoseconds) of a step. Buckets are numbered decode first, then by size.
+        ValueError when none covers it.
+        """
+
+class Simulator:
+    """
+    Replicas that run the real scheduler in virtual time (docs/simulator.md). Times are
+    nanoseconds; -1 stands for none or never.
+    """
+
+    def __init__(self, scheduler: SchedulerConfig, costs: StepCosts, *, num_replicas: int, routing: str, seed: int, balance: float, slack: int, block_tokens: int, waits_when_full: bool, keeps_delays: bool, interval_ns: int, num_threads: int) -> None: ...
+
+    def add(self, timestamp_ns: int, num_input: int, num_output: int, blocks: Sequence[int], num_prompt_blocks: int, priority: int = 0, tenant: int = 0, deadline_ns: int = -1, session: int = -1, delay_ns: int = -1) -> None:
+        """The next request of the trace, in order of timestamps."""
+
+    def run(self, until_ns: int, max_rounds: int) -> bool:
+        """
+        Runs the rounds that end by until_ns, max_rounds at most; whatever arrives before until_ns must have been
+        added. False: rounds are left.
+        """
+
+    def records(self) -> dict[str, bytes]:
+        """
+        What became of every request: int64 arrival, admitted, first_token, end; int32 num_input, num_output,
+        num_cached, num_preemptions, tenant, replica; uint8 status (open, finished, refused, too long, expired).
+        """
+
+    def timeline(self) -> list[tuple[int, int, int, int, int]]:
+        """
+        (time, running, waiting, used pages, cached pages) of the whole fleet, every so often.
+        """
+
+    def totals(self) -> list[dict[str, Any]]:
+        """Sums of every replica."""
+
+    @property
+    def num_added(self) -> int: ...
+
+    @property
+    def num_ended(self) -> int: ...
+
+    @property
+    def now_ns(self) -> int: ...
 
 KERNEL_ABI: int = 3
 

@@ -39,6 +39,8 @@ bool Scheduler::preempt(int64_t request_id) {
   fsm::follow(request.state, fsm::Preempt{});
   request.num_positions = 0;
   request.num_tokens_preempted = request.num_tokens();
+  request.waits_since_ns = now_ns_;
+  preempted_.push_back(request_id);
   waiting_.push_preempted(request);
   ++counters_.preemptions;
   return true;
@@ -88,8 +90,8 @@ void Scheduler::leave_place(Request& request) noexcept {
   if (prefilling_ == &request) prefilling_ = nullptr;
 }
 
-// Puts the pages of the first `num_positions` positions, which committed steps have written, into the prefix index. Where it has one already, as two requests with
-// one prompt run side by side, the request goes on with that one.
+// Puts the pages of the first `num_positions` positions, which committed steps have written, into the prefix index.
+// Where it has one already, as two requests with one prompt run side by side, the request goes on with that one.
 void Scheduler::publish_full_pages(Request& request, int32_t num_positions) {
   fsm::Holding& held = *holding(request.state);
   const int32_t size = config_.page_size;

@@ -14,17 +14,15 @@ const Step* Scheduler::next_step(int64_t now_ns) {
   PlannedStep& plan = in_flight_[static_cast<size_t>(id % config_.max_in_flight)];
   Step& step = *plan.step;
   step.clear(id);
-  step.decision.now_ns = now_ns;
+  step.decision.now_ns = now_ns_ = std::max(now_ns_, now_ns);
   plan.entries.clear();
   const int64_t num_evicted = prefixes_.num_evictions();
   const bool has_room = plan_decodes(plan);
   plan_prefills(plan, has_room);
   step.decision.num_evicted_pages = static_cast<int32_t>(prefixes_.num_evictions() - num_evicted);
-  if (step.num_seqs == 0) {
-    TS_ASSERT(plan.copies_in.empty(), "pages are restored for a request that runs");
-    return nullptr;
-  }
+  if (step.num_seqs == 0) return nullptr;
   step.finish();
+  std::swap(step.decision.preempted, preempted_);
   prefixes_.take_copies(plan.copies_out, plan.copies_in);
   for (const cache::PageCopy& copy : plan.copies_out) step.moves_out.push_back({copy.device_page, copy.host_page});
   for (const cache::PageCopy& copy : plan.copies_in) step.moves_in.push_back({copy.device_page, copy.host_page});
@@ -50,12 +48,12 @@ bool Scheduler::plan_scarce_decodes(PlannedStep& plan) {
   find_running_by_rank();
   for (Request* request : by_rank_) {
     if (request->lane < 0) continue;  // a prefill, or preempted in this very plan
-    const DecodeLane& lane = lanes_[static_cast<size_t>(request->lane)];
-    if (lane.position == lane.end) continue;
-    while (lane.position == lane.covered && !make_room(1)) {
+    const auto lane = [&]() -> DecodeLane& { return lanes_[static_cast<size_t>(request->lane)]; };  // lanes move
+    if (lane().position == lane().end) continue;
+    while (lane().position == lane().covered && !make_room(1)) {
       if (!free_a_page(*request)) return false;
     }
-    plan_decode(plan, lanes_[static_cast<size_t>(request->lane)]);
+    plan_decode(plan, lane());
   }
   return false;
 }

@@ -61,6 +61,7 @@ Scheduler::Scheduler(const SchedulerConfig& config, const std::vector<StepMemory
   by_rank_.reserve(num_seqs);
   drawn_.reserve(num_seqs);
   ended_.reserve(num_seqs);
+  preempted_.reserve(num_seqs);
   for (size_t i = 0; i < num_steps; ++i) {
     in_flight_[i].step = std::make_unique<Step>(config_, io.empty() ? nullptr : &io[i]);
     in_flight_[i].entries.reserve(num_seqs);
@@ -105,7 +106,7 @@ void Scheduler::submit(int64_t request_id, std::vector<int32_t> prompt, RequestP
   }
   auto owned = std::make_unique<Request>(request_id, std::move(prompt), std::move(params));
   Request& request = *owned;
-  request.waits_since_ns = now_ns;
+  request.waits_since_ns = now_ns_ = std::max(now_ns_, now_ns);
   requests_.emplace(request_id, std::move(owned));
   if (request.params.deadline_ns != kNoDeadline) deadlines_.add(request_id, request.params.deadline_ns);
   waiting_.push(request, {request.params.priority, request.params.tenant, num_arrivals_++, now_ns});
@@ -252,6 +253,7 @@ bool Scheduler::abort(int64_t request_id) {
 
 std::span<const int64_t> Scheduler::expire(int64_t now_ns) {
   ended_.clear();
+  now_ns_ = std::max(now_ns_, now_ns);
   deadlines_.expired(now_ns, ended_);
   for (const int64_t id : ended_) end(*requests_.at(id));
   counters_.expired += static_cast<int64_t>(ended_.size());
@@ -275,6 +277,18 @@ void Scheduler::warm() const noexcept {
     touch(request.params.stop_token_ids.data(), request.params.stop_token_ids.size() * sizeof(int32_t));
   }
   for (int32_t i = 0; i < config_.max_in_flight; ++i) in_flight_[static_cast<size_t>(i)].step->warm(lanes_.size());
+}
+
+PageCounts Scheduler::count_pages() const noexcept {
+  PageCounts counts{.free = num_free_pages(),
+                    .cached = num_cached_pages(),
+                    .shared = prefixes_.num_device_pages() - num_cached_pages(),
+                    .own = 0,
+                    .retired = static_cast<int32_t>(retired_.size())};
+  for (const auto& [id, request] : requests_) {
+    if (const fsm::Holding* held = fsm::holding(request->state)) counts.own += held->pages.num_pages();
+  }
+  return counts;
 }
 
 std::vector<RequestStatus> Scheduler::requests() const {

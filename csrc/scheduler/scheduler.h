@@ -47,6 +47,15 @@ struct RequestStatus {
   int32_t num_positions;
 };
 
+// Where the pages of the device are. The sum is all of them.
+struct PageCounts {
+  int32_t free = 0;
+  int32_t cached = 0;   // in the prefix index, used by no request: as good as free
+  int32_t shared = 0;   // in the prefix index, used by one request or more
+  int32_t own = 0;      // of one request alone
+  int32_t retired = 0;  // of nobody: a step in flight may still read them
+};
+
 // Since the start.
 struct SchedulerCounters {
   int64_t preemptions = 0;
@@ -115,6 +124,7 @@ class Scheduler {
   int32_t num_pages() const noexcept { return pages_.num_pages(); }
   int32_t num_free_pages() const noexcept { return pages_.num_free(); }
   int32_t num_cached_pages() const noexcept { return prefixes_.num_evictable(); }  // that no request uses
+  PageCounts count_pages() const noexcept;  // O(requests)
   int32_t num_host_pages_used() const noexcept { return prefixes_.num_host_pages_used(); }
   int64_t num_evictions() const noexcept { return prefixes_.num_evictions(); }  // of pages, since the start
   int64_t oldest_wait(int64_t now_ns) const noexcept { return waiting_.oldest_wait(now_ns); }
@@ -207,6 +217,8 @@ class Scheduler {
   int64_t oldest_id_ = 1;  // of the steps in flight, or of the next one
   uint32_t last_tag_ = 0;
 
+  std::vector<int64_t> preempted_;  // since the last step
+  int64_t now_ns_ = 0;              // the latest time told
   std::vector<DrawnToken> drawn_;
   std::vector<int64_t> ended_;
   int64_t num_arrivals_ = 0;

@@ -54,7 +54,7 @@ struct Decision {
   int32_t num_free_pages = 0, num_cached_pages = 0;  // of the device; cached: in no request's use
   int32_t num_evicted_pages = 0;
   std::vector<Admission> admitted;
-  std::vector<int64_t> preempted;
+  std::vector<int64_t> preempted;  // since the step before
 };
 
 // A step fills the first num_tokens, num_seqs, num_logit_rows entries, and of adjustments as many as there are. A

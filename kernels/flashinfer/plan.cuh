@@ -65,7 +65,7 @@ __global__ void __launch_bounds__(kPlanThreads)
   __shared__ int32_t scratch[kPlanThreads / 32];
   const int32_t num_seqs = step_sizes[1];
 
-  // The smallest chunk of a ladder in steps of a quarter, multiples of the least one, with which every chunk has a block.
+  // The smallest chunk of a ladder in steps of a quarter, multiples of the least one, that gives every chunk a block.
   int32_t chunk = sizes.min_chunk;
   while (chunk > 0) {
     int32_t count = 0;

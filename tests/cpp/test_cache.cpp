@@ -21,10 +21,9 @@ using tokenspeed::testing::aborts_with;
 template <class Lease>
 constexpr bool is_sole_owner = !std::is_copy_constructible_v<Lease> && !std::is_copy_assignable_v<Lease> &&
                                std::is_nothrow_move_constructible_v<Lease> &&
-                               std::is_nothrow_move_assignable_v<Lease> && std::is_nothrow_destructible_v<Lease> &&
-                               !std::is_default_constructible_v<Lease>;
+                               std::is_nothrow_move_assignable_v<Lease> && std::is_nothrow_destructible_v<Lease>;
 static_assert(is_sole_owner<PageLease>);
-static_assert(is_sole_owner<SlotLease>);
+static_assert(is_sole_owner<SlotLease> && !std::is_default_constructible_v<SlotLease>);
 static_assert(!std::is_constructible_v<SlotLease, SlotPool*, int32_t>, "only the pool makes leases");
 static_assert(!std::is_constructible_v<PageLease, PagePool*, int32_t, int32_t, int32_t>);
 static_assert(!std::is_move_constructible_v<PagePool> && !std::is_copy_constructible_v<PagePool>);

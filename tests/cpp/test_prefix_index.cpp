@@ -384,6 +384,20 @@ TEST(events_tell_what_can_be_hit) {
   CHECK(events.size() == 1 && events[0].hash != hash);
 }
 
+TEST(hashes_name_the_artifact) {
+  std::vector<uint64_t> hashes;
+  for (const char* salt : {"digest", "digest", "other"}) {
+    PagePool pool(1);
+    PrefixIndex index(pool, {.page_size = 1, .salt = salt, .record_events = true});
+    PrefixRef ref = std::move(*index.take("", index.find("", {}, 0)));
+    index.publish(ref, Tokens{5}, std::move(*pool.acquire(1)));
+    std::vector<PrefixEvent> events;
+    index.take_events(events);
+    hashes.push_back(events.at(0).hash);
+  }
+  CHECK(hashes[0] == hashes[1] && hashes[0] != hashes[2]);
+}
+
 TEST(our_bugs_abort_with_a_text) {
   CHECK(aborts_with("only a detached page can be attached", [] {
     PagePool pool(2);

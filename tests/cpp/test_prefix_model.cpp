@@ -299,7 +299,8 @@ class World {
       if (e.kind == PrefixEvent::Kind::Stored) {
         CHECK(!e.parent_hash || routed_.contains(*e.parent_hash));
         std::vector<int32_t> tokens = e.parent_hash ? routed_[*e.parent_hash].second : std::vector<int32_t>{};
-        if (e.parent_hash) CHECK(e.hash == hash_page(*e.parent_hash, e.tokens) && routed_[*e.parent_hash].first == e.key);
+        if (e.parent_hash) CHECK(e.hash == hash_page(*e.parent_hash, e.tokens));
+        if (e.parent_hash) CHECK(e.key == routed_[*e.parent_hash].first);
         tokens.insert(tokens.end(), e.tokens.begin(), e.tokens.end());
         CHECK(routed_.try_emplace(e.hash, e.key, tokens).second);
       }

@@ -52,7 +52,9 @@ TEST(every_bit_of_the_input_moves_half_of_the_hash) {
   }
   int moved = 0;
   const std::vector<int32_t> tokens = random_page(random, 16);
-  for (int bit = 0; bit < 64; ++bit) moved += std::popcount(hash_page(0, tokens) ^ hash_page(uint64_t{1} << bit, tokens));
+  for (int bit = 0; bit < 64; ++bit) {
+    moved += std::popcount(hash_page(0, tokens) ^ hash_page(uint64_t{1} << bit, tokens));
+  }
   CHECK(moved > 64 * 32 * 9 / 10 && moved < 64 * 32 * 11 / 10);
 }
 

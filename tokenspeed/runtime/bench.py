@@ -66,7 +66,7 @@ class Figure:
     - ``step_seconds``: the time of a step;
     - ``bare_step_seconds``: that of a step when the host only starts prepared ones, so that the difference is what the
       device waits for the host;
-    - ``host_seconds``: what the host spends to plan, stage, submit and commit one, and ``host_parts``, each of these;
+    - ``host_seconds``: what the host spends to plan, submit and commit one, and ``host_parts``, each of these;
     - ``graph_seconds``, ``idle_seconds``: by a GPU's own clock, the step's graph, and the time from the end of the
       graph before it to its start: copies of outputs and inputs, and waiting.
     """
@@ -178,6 +178,8 @@ def bare_step_seconds(engine: Engine, sequences: int) -> float:
     ]
     shape = (page_size, envelope.pages_per_seq, engine.info.vocab_size)
     prepared = [MadeStep(i, parts, *shape) for i in range(executor.io_sets)]
+    for made in prepared:
+        executor.place(made)
     in_flight = deque(executor.submit(step) for step in prepared)
     began = time.perf_counter()
     for number in range(BARE_STEPS):

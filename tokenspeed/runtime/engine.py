@@ -24,8 +24,15 @@ from tokenspeed.runtime.executor import DeviceError, InFlight, StepOutputs
 from tokenspeed.runtime.guard import HostTimes, StepParts, after_ready, compilers
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.loader import load as load_artifact
-from tokenspeed.runtime.request import EngineEvent, EventSink, FinishReason, SamplingParams, TokenLogprobs
-from tokenspeed.runtime.sampling import resolve, token_mask
+from tokenspeed.runtime.request import (
+    EngineEvent,
+    EventSink,
+    FinishReason,
+    RequestOptions,
+    SamplingParams,
+    TokenLogprobs,
+)
+from tokenspeed.runtime.sampling import check_options, resolve, tenant_number, token_mask
 from tokenspeed.step import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
@@ -34,6 +41,10 @@ if TYPE_CHECKING:
 MAX_WAITING = 1024
 """Requests that may wait when no other limit is given; one more is refused with QueueFullError."""
 
+
+AGING_SECONDS = 10.0
+"""A request that waits this long is as urgent as one of the next higher priority that comes now."""
+DEFAULT_OPTIONS = RequestOptions()
 
 HANG_SECONDS = 30.0
 """Closing gives the steps in flight this long; then the device hangs, and is left behind for the process to end."""
@@ -47,6 +58,8 @@ class _Live:
     params: SamplingParams
     prompt_logprobs: list[TokenLogprobs | None] | None
     asks_logprobs: bool
+    has_timeout: bool
+    cached_tokens: int | None = None  # until told
 
 
 @dataclass(slots=True)
@@ -62,14 +75,11 @@ class _Running:
     def finished(self, times: HostTimes, done: float, committed: float) -> None:
         """Note where the host's time went: of a step that was done at ``done`` and is ``committed`` now."""
         step = self.step
-        staged = self.started.staged if isinstance(self.started, InFlight) else self.planned
-        plan, stage, submit = self.planned - self.began, staged - self.planned, self.submitted - staged
-        times.add(step.num_seqs, StepParts(plan, stage, submit, committed - done))
+        times.add(step.num_seqs, StepParts(self.planned - self.began, self.submitted - self.planned, committed - done))
         if (running := trace.current()) is not None:
             sizes = {"step": step.id, "tokens": step.num_tokens, "seqs": step.num_seqs}
             running.add("plan", self.began, self.planned, **sizes)
-            running.add("stage", self.planned, staged, **sizes)
-            running.add("submit", staged, self.submitted, **sizes)
+            running.add("submit", self.planned, self.submitted, **sizes)
             running.add("commit", done, committed, **sizes)
             running.add("step", self.submitted, done, track=trace.DEVICE_TRACK, **sizes)
 
@@ -90,12 +100,20 @@ class Engine:
         max_waiting: requests that may wait before further ones are refused.
         max_step_tokens: tokens that a step may hold, at most the artifact's max_prefill_tokens (the default). Fewer
             make long prompts stall running replies for less time; no request's tokens change by a bit.
+        prefix_index: whether what one request has computed is found by the next that begins with the same tokens.
 
     Raises:
         UsageError: max_step_tokens or max_waiting is out of range.
     """
 
-    def __init__(self, loaded: Loaded, *, max_waiting: int = MAX_WAITING, max_step_tokens: int | None = None):
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        max_waiting: int = MAX_WAITING,
+        max_step_tokens: int | None = None,
+        prefix_index: bool = True,
+    ):
         envelope = loaded.artifact.manifest.envelope
         step_tokens = envelope.max_prefill_tokens if max_step_tokens is None else max_step_tokens
         if not 1 <= step_tokens <= envelope.max_prefill_tokens:
@@ -116,15 +134,17 @@ class Engine:
             max_model_len=envelope.max_model_len,
             page_size=envelope.page_size,
             num_pages=loaded.num_pages,
-            # The limit is kept in submit(); preempted requests wait too, and none of them may be refused for it.
-            max_waiting=max_waiting + envelope.max_num_seqs,
+            max_waiting=max_waiting,  # kept in submit(), where those on their way count too
             max_in_flight=loaded.executor.io_sets,
             vocab_size=self.info.vocab_size,
+            prefix_index=prefix_index,
+            cache_salt=loaded.artifact.digest,
+            aging_ns=int(AGING_SECONDS * 1e9),
         )
         self._scheduler = self.new_scheduler()
         self._max_waiting = max_waiting
         self._live: dict[int, _Live] = {}
-        self._num_asking_logprobs = 0  # live requests that asked for log-probabilities
+        self._num_asking_logprobs = self._num_with_timeout = 0  # live requests
         self._in_flight: deque[_Running] = deque()
         self._committed: deque[tuple[_native.Drawn, dict[int, TokenLogprobs]]] = deque()
         self.host_times = HostTimes()
@@ -157,19 +177,27 @@ class Engine:
         }
 
     def new_scheduler(self) -> Any:
-        """A scheduler with nothing in it, for this engine's artifact and pages."""
-        return _native.Scheduler(self._config)
+        """A scheduler with nothing in it, for this engine's artifact and pages, that writes its steps where the device
+        reads them."""
+        return _native.Scheduler(self._config, self._executor.sets, self._executor.input_offsets)
 
     # -- from any thread ---------------------------------------------------------------------------------
 
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, sink: EventSink, *, seed: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        sink: EventSink,
+        *,
+        seed: int | None = None,
+        options: RequestOptions = DEFAULT_OPTIONS,
     ) -> int:
         """Queue one request; its events reach ``sink`` on the engine's thread, the last with a finish_reason.
 
         Args:
             prompt_ids: token ids, at least one, at most max_model_len - 1.
             seed: key of every draw of this request; None takes params.seed, or a fresh one.
+            options: its priority, share and timeout.
 
         Returns:
             The request's id, for ``abort``.
@@ -181,6 +209,7 @@ class Engine:
         """
         params = resolve(prompt_ids, params, self.info)
         assert params.max_tokens is not None  # resolved
+        check_options(options)
         if seed is None:
             seed = params.seed if params.seed is not None else secrets.randbits(64)
         stop_ids = frozenset(params.stop_token_ids) | (
@@ -204,9 +233,14 @@ class Engine:
             bias_ids=[token for token, _ in bias],
             bias_values=[value for _, value in bias],
             token_mask=[] if allowed is None else token_mask(allowed, self.info.vocab_size),
+            priority=options.priority,
+            tenant=tenant_number(options.tenant),
+            deadline_ns=None if options.timeout is None else time.monotonic_ns() + int(options.timeout * 1e9),
+            cache_key=options.cache_key,
         )
         asks_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
-        live = _Live(sink, params, None if params.prompt_logprobs is None else [None], asks_logprobs)
+        prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        live = _Live(sink, params, prompt_logprobs, asks_logprobs, options.timeout is not None)
         with self._wake:
             if self._closing:
                 raise EngineClosedError("the engine is shutting down and takes no new requests")
@@ -241,11 +275,16 @@ class Engine:
             num_running=s.num_running,
             num_waiting=s.num_waiting + len(self._inbox),
             num_pages=s.num_pages,
-            num_free_pages=s.num_free_pages,
+            num_free_pages=s.num_free_pages + s.num_cached_pages,
             steps=self._steps,
             prompt_tokens=self._prompt_tokens,
             generation_tokens=self._generation_tokens,
             preemptions=s.num_preemptions,
+            num_cached_pages=s.num_cached_pages,
+            num_host_pages=self._config.num_host_pages,
+            num_host_pages_used=s.num_host_pages_used,
+            oldest_wait_seconds=s.oldest_wait(time.monotonic_ns()) * 1e-9,
+            scheduler=s.counters(),
             device=(device := dict(self._executor.device.counters())),
             after_ready=after_ready(device, self.compilers_before),
             host=self.host_times.to_json(),
@@ -301,6 +340,8 @@ class Engine:
         try:
             while self._wait_for_work():
                 self._take_inbox()
+                if self._num_with_timeout:
+                    self._expire()
                 self._step()
         except DeviceError as e:  # of a device that is lost, which it says: no step will run any more
             reason, error = FinishReason.ERROR, str(e)
@@ -345,7 +386,7 @@ class Engine:
                 continue
             self._keep(item.request_id, item.live)
             try:
-                self._scheduler.submit(item.request_id, list(item.prompt_ids), item.params)
+                self._scheduler.submit(item.request_id, list(item.prompt_ids), item.params, time.monotonic_ns())
             except (ValueError, _native.QueueFull) as e:  # that request's own fault: it ends, others go on
                 self._end(item.request_id, FinishReason.ERROR, str(e))
             else:
@@ -371,9 +412,11 @@ class Engine:
     def _start_step(self) -> Any:
         """Plan a step and give it to the device; None when there is nothing to do now."""
         began = time.perf_counter()
-        step = self._scheduler.next_step()
+        step = self._scheduler.next_step(time.monotonic_ns())
         if step is None:
             return None
+        if step.num_admitted:
+            self._note_admissions(step)
         planned = time.perf_counter()
         try:
             started: InFlight | DeviceError = self._executor.submit(step)
@@ -384,6 +427,19 @@ class Engine:
         submitted = time.perf_counter()
         self._in_flight.append(_Running(step, started, began, planned, submitted))
         return step
+
+    def _note_admissions(self, step: Any) -> None:
+        for request_id, cached_tokens, _, _, was_preempted in step.admitted:
+            if not was_preempted:
+                self._live[request_id].cached_tokens = cached_tokens
+
+    def _expire(self) -> None:
+        """End the requests whose time is up."""
+        expired = self._scheduler.expire(time.monotonic_ns())
+        if expired:
+            self._publish_committed()
+            for request_id in expired:
+                self._end(request_id, FinishReason.TIMEOUT)
 
     def _finish_oldest(self) -> None:
         running = self._in_flight.popleft()
@@ -438,10 +494,11 @@ class Engine:
             if live is None:
                 continue
             self._generation_tokens += 1
-            if finish is None and not live.asks_logprobs:
+            if finish is None and not live.asks_logprobs and live.cached_tokens is None:
                 live.sink(EngineEvent(request_id, (token,)))
                 continue
             prompt_logprobs, live.prompt_logprobs = live.prompt_logprobs, None
+            cached_tokens, live.cached_tokens = live.cached_tokens, None
             reason = None if finish is None else FinishReason(finish)
             if reason is not None:
                 self._forget(request_id)
@@ -453,6 +510,7 @@ class Engine:
                     prompt_logprobs=prompt_logprobs,
                     finish_reason=reason,
                     stop_token_id=token if reason is FinishReason.STOP else None,
+                    cached_tokens=cached_tokens,
                 )
             )
         trace.mark("first token", once=True)
@@ -460,11 +518,13 @@ class Engine:
     def _keep(self, request_id: int, live: _Live) -> None:
         self._live[request_id] = live
         self._num_asking_logprobs += live.asks_logprobs
+        self._num_with_timeout += live.has_timeout
 
     def _forget(self, request_id: int) -> _Live | None:
         live = self._live.pop(request_id, None)
         if live is not None:
             self._num_asking_logprobs -= live.asks_logprobs
+            self._num_with_timeout -= live.has_timeout
         return live
 
     def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
@@ -494,6 +554,12 @@ def load(
     options: LoadOptions | None = None,
     max_waiting: int = MAX_WAITING,
     max_step_tokens: int | None = None,
+    prefix_index: bool = True,
 ) -> Engine:
     """Load the artifact at ``path`` and start an Engine on it. See ``loader.load`` and ``Engine`` for errors."""
-    return Engine(load_artifact(path, options), max_waiting=max_waiting, max_step_tokens=max_step_tokens)
+    return Engine(
+        load_artifact(path, options),
+        max_waiting=max_waiting,
+        max_step_tokens=max_step_tokens,
+        prefix_index=prefix_index,
+    )

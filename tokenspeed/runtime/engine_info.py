@@ -33,7 +33,9 @@ class EngineInfo:
 @dataclass
 class EngineStats:
     """A snapshot. Counters run from the engine's start; ``device`` holds the device's own counters, ``after_ready``
-    those of what a closed runtime never does, and ``host`` the host's seconds by part of a step."""
+    those of what a closed runtime never does, ``scheduler`` the scheduler's, and ``host`` the host's seconds by part of
+    a step. Free pages are to be had at once; the
+    cached ones among them hold a prefix, which no request uses now."""
 
     num_running: int
     num_waiting: int
@@ -43,6 +45,11 @@ class EngineStats:
     prompt_tokens: int
     generation_tokens: int
     preemptions: int
+    num_cached_pages: int = 0
+    num_host_pages: int = 0
+    num_host_pages_used: int = 0
+    oldest_wait_seconds: float = 0.0
+    scheduler: dict[str, int] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     after_ready: dict[str, int] = field(default_factory=dict)
     host: dict[str, Any] = field(default_factory=dict)

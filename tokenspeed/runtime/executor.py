@@ -1,10 +1,9 @@
-"""The executor: Step -> tokens. It copies a step's inputs into an io set, picks the bucket's LaunchGraph and starts
-it on the device; it knows nothing of requests, and the scheduler knows nothing of it."""
+"""The executor: Step -> tokens. It picks the LaunchGraph of a step whose inputs lie in an io set and starts it on the
+device; it knows nothing of requests, and the scheduler knows nothing of it."""
 
 from __future__ import annotations
 
 import struct
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -16,7 +15,7 @@ from tokenspeed.step import INPUTS, OUTPUTS, STEP_SIZES, align
 
 IO_SET_ALIGNMENT = 4096
 """Bytes to which each of a device's io sets is aligned: a memory page."""
-WARM_SECONDS, WARM_TIMES = 5e-4, 40
+WARM_SECONDS, WARM_TIMES = 1e-4, 200
 """While a step runs: how often caches are warmed, and for how many times: decode steps take no longer."""
 _FORMATS: dict[str, Any] = {"int32": "i", "int64": "q", "uint64": "Q", "float32": "f"}
 
@@ -24,7 +23,7 @@ DeviceError = _native.DeviceError
 
 
 class Step(Protocol):
-    """What the scheduler plans: sizes, and the inputs of ``tokenspeed.step``, which it copies to their offsets."""
+    """What the scheduler plans. Its inputs (``tokenspeed.step``) lie in io set ``id`` modulo the number of sets."""
 
     @property
     def id(self) -> int: ...
@@ -34,17 +33,21 @@ class Step(Protocol):
     def num_seqs(self) -> int: ...
     @property
     def num_logit_rows(self) -> int: ...
+
+
+class MovableStep(Step, Protocol):
+    """A step whose inputs lie elsewhere."""
+
     def copy_to(self, io: memoryview, offsets: Sequence[int], /) -> None: ...
 
 
 @dataclass(slots=True)
 class InFlight:
-    """A step that the device has been given; ``staged`` is when its inputs lay in its io set (perf_counter)."""
+    """A step that the device has been given."""
 
     ticket: Any
     io_set: int
     num_logit_rows: int
-    staged: float
 
 
 @dataclass(slots=True)
@@ -68,6 +71,10 @@ class Executor:
         graphs: device handles of the LaunchGraphs, parallel to ``section.buckets``.
         io_sets: sets of inputs and outputs that the device has, and so the steps that may be in flight. A step uses
             the set of its id modulo this number.
+
+    Attributes:
+        sets: the bytes of each io set, writable.
+        input_offsets: where in a set STEP_SIZES and each of INPUTS lie.
     """
 
     def __init__(self, device: Any, section: TargetSection, graphs: Sequence[int], io_sets: int = 1):
@@ -75,11 +82,11 @@ class Executor:
         self.io_sets = io_sets
         io = device.view("io")
         distance = align(section.io_bytes, IO_SET_ALIGNMENT)
-        self._sets = [io[i * distance : i * distance + section.io_bytes] for i in range(io_sets)]
+        self.sets = tuple(io[i * distance : i * distance + section.io_bytes] for i in range(io_sets))
         placed = {tensor.name: tensor for tensor in section.io}
-        self._offsets = [placed[tensor.name].offset for tensor in (STEP_SIZES, *INPUTS)]
+        self.input_offsets = tuple(placed[tensor.name].offset for tensor in (STEP_SIZES, *INPUTS))
         self._outputs = []
-        for io_set in self._sets:
+        for io_set in self.sets:
             views = {}
             for tensor in OUTPUTS:
                 at = placed[tensor.name]
@@ -89,19 +96,20 @@ class Executor:
         self._graphs = {entry.bucket: graph for entry, graph in zip(section.buckets, graphs, strict=True)}
         self._graph_of_decodes: dict[int, int] = {}
 
+    def place(self, step: MovableStep) -> None:
+        """Copy the inputs of ``step`` to its io set. The step that used the set before must have been waited for."""
+        step.copy_to(self.sets[step.id % self.io_sets], self.input_offsets)
+
     def submit(self, step: Step) -> InFlight:
-        """Start ``step`` behind those in flight. The step that used its io set before must have been waited for."""
+        """Start ``step`` behind those in flight."""
         io_set = step.id % self.io_sets
-        step.copy_to(self._sets[io_set], self._offsets)
-        staged = time.perf_counter()
         tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_logit_rows
         # The last argument: number of the io set on a GPU, its offset (always 0: there is one) on a CPU.
-        return InFlight(self.device.submit(self.graph_for(step), tokens, seqs, rows, io_set), io_set, rows, staged)
+        return InFlight(self.device.submit(self.graph_for(step), tokens, seqs, rows, io_set), io_set, rows)
 
     def profile(self, step: Step) -> list[tuple[str, float]]:
         """Run ``step`` once, timing each node: (name, seconds) in order. Nothing else may be in flight."""
         io_set = step.id % self.io_sets
-        step.copy_to(self._sets[io_set], self._offsets)
         sizes = step.num_tokens, step.num_seqs, step.num_logit_rows
         rows = self.device.profile(self.graph_for(step), *sizes, io_set)
         return [(str(name), float(seconds)) for name, seconds in rows]
@@ -110,7 +118,8 @@ class Executor:
         """Seconds of each node of a graph that is no step's, run once, with the sizes of a step of ``num_tokens``
         tokens; not of the first node, which brings them to the others. Nothing else may be in flight."""
         sizes = struct.pack("8i", num_tokens, 1, 1, *[0] * 5)
-        self._sets[0][self._offsets[0] : self._offsets[0] + len(sizes)] = sizes
+        at = self.input_offsets[0]
+        self.sets[0][at : at + len(sizes)] = sizes
         return [float(seconds) for _, seconds in self.device.profile(graph, num_tokens, 1, 1, 0)[1:]]
 
     def wait(self, step: InFlight, meanwhile: Callable[[], None] = lambda: None) -> StepOutputs:

@@ -61,11 +61,11 @@ class PartTimes:
 
 
 class StepParts(NamedTuple):
-    """Seconds that one step cost the host, which a device could be kept waiting for: to ``plan`` it (the scheduler), to
-    ``stage`` its inputs where the device reads them, to ``submit`` it (the driver's calls), to ``commit`` it."""
+    """Seconds that one step cost the host, which a device could be kept waiting for: to ``plan`` it (the
+    scheduler, which writes its inputs where the device reads them), to ``submit`` it (the driver's calls), to
+    ``commit`` it."""
 
     plan: float
-    stage: float
     submit: float
     commit: float
 

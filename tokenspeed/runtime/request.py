@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -45,9 +45,30 @@ class SamplingParams:
         return (self.presence_penalty, self.frequency_penalty, self.repetition_penalty) != (0, 0, 1)
 
 
+MAX_PRIORITY = 9
+
+
+@dataclass(frozen=True)
+class RequestOptions:
+    """What a request asks of the scheduler; no token of it changes by any of this.
+
+    Attributes:
+        priority: class 0 (first) to MAX_PRIORITY.
+        tenant: whose fair share it counts for, among requests of one priority: an API key, say.
+        timeout: seconds from submission after which it ends with finish_reason 'timeout'; None: never.
+        cache_key: cached prefixes are shared between requests with the same key alone.
+    """
+
+    priority: int = 0
+    tenant: str = ""
+    timeout: float | None = None
+    cache_key: str = ""
+
+
 class FinishReason(StrEnum):
     STOP = "stop"
     LENGTH = "length"
+    TIMEOUT = "timeout"
     ABORT = "abort"
     ERROR = "error"
 
@@ -72,7 +93,9 @@ class EngineEvent:
     One per token and request: not frozen, which would make it several times as slow to make. Nobody changes it.
 
     ``logprobs`` is parallel to ``token_ids`` when they were asked for. ``prompt_logprobs`` has one entry
-    per prompt token, the first of which is None. After an event with ``finish_reason`` none follows.
+    per prompt token, the first of which is None. ``cached_tokens``, with the first token, is how many tokens of the
+    prompt were not computed, since their keys and values were in the prefix index. After an event with
+    ``finish_reason`` none follows.
     """
 
     request_id: int
@@ -81,7 +104,8 @@ class EngineEvent:
     prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
     finish_reason: FinishReason | None = None
     error: str | None = None
-    stop_token_id: int | None = field(default=None)
+    stop_token_id: int | None = None
+    cached_tokens: int | None = None
 
 
 EventSink = Callable[[EngineEvent], None]

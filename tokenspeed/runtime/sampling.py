@@ -6,6 +6,7 @@ RequestError that says what is needed, what was found and what to do.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import secrets
 from array import array
@@ -14,7 +15,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from tokenspeed.errors import RequestError
-from tokenspeed.runtime.request import SamplingParams
+from tokenspeed.runtime.request import MAX_PRIORITY, RequestOptions, SamplingParams
 from tokenspeed.step import MAX_LOGIT_BIAS, mask_words
 
 MIN_TEMPERATURE = 1e-5
@@ -28,6 +29,9 @@ MAX_REPLICAS = 128
 MAX_STOP_STRINGS = 32
 MAX_STOP_LENGTH = 1024
 MAX_STOP_TOKEN_IDS = 128
+MAX_TIMEOUT = 86400.0
+MAX_KEY_BYTES = 1024
+"""Of the name of a tenant, and of a cache key."""
 MAX_SEED = (1 << 64) - 1
 """A seed is an unsigned 64-bit number: the key of the counter-based generator on the device."""
 
@@ -112,6 +116,22 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
         _check_bias(params.logit_bias, limits)
     if params.allowed_token_ids is not None:
         _check_allowed(params.allowed_token_ids, limits)
+
+
+def check_options(options: RequestOptions) -> None:
+    """Raise RequestError, naming the field, unless the scheduler can do what ``options`` ask."""
+    _integer("priority", options.priority, 0, MAX_PRIORITY)
+    if options.timeout is not None and not 0 < _number("timeout", options.timeout) <= MAX_TIMEOUT:
+        raise _refused("timeout", options.timeout, f"seconds above 0, at most {MAX_TIMEOUT:.0f}", None)
+    for name, text in (("tenant", options.tenant), ("cache_key", options.cache_key)):
+        if not isinstance(text, str) or len(text.encode("utf-8", "replace")) > MAX_KEY_BYTES:
+            raise _refused(name, text, f"text of at most {MAX_KEY_BYTES} bytes", None)
+
+
+def tenant_number(tenant: str) -> int:
+    """The number under which the scheduler counts a tenant's share: 31 bits of a hash, so that no list is kept. Two
+    tenants in two billion share one."""
+    return int.from_bytes(hashlib.blake2b(tenant.encode("utf-8", "replace"), digest_size=4).digest()) >> 1
 
 
 def _check_penalties(params: SamplingParams, limits: Limits) -> None:

@@ -153,9 +153,10 @@ def sweep(
 
 def _run(engine: Engine, step: MadeStep) -> tuple[float, list[int]]:
     executor = engine.loaded.executor
-    in_flight = executor.submit(step)
-    outputs = executor.wait(in_flight)
-    return time.perf_counter() - in_flight.staged, outputs.tokens.tolist()
+    executor.place(step)
+    began = time.perf_counter()
+    outputs = executor.wait(executor.submit(step))
+    return time.perf_counter() - began, outputs.tokens.tolist()
 
 
 def _figures(bucket: Bucket, steps: list[StepFigures]) -> BucketFigures:

@@ -26,7 +26,7 @@ MOST_TOKENS = 1 << 24
 MOST_MS = 1e12
 """Some thirty years."""
 MOST_ID = (1 << 63) - 1
-PRIORITIES = range(-128, 128)
+PRIORITIES = range(10)
 MOST_NAME = 256
 
 
@@ -45,7 +45,7 @@ class TraceRequest:
         hash_ids: ids of the prompt's blocks.
         output_hash_ids: ids of the blocks behind those, which what it draws goes on into. With them a later prompt that
             repeats this answer finds it in the prefix index; without them no prompt ever repeats it.
-        priority: its class, as the scheduler counts them.
+        priority: its class, 0 (first) to 9.
         tenant: who asks, by any name.
         deadline: after so many ms from its arrival it ends, finished or not; None: never.
         session: the conversation that it belongs to, by any name.
