@@ -182,18 +182,13 @@ class GpuDouble:
             elif ticket in self.fail:
                 error = _native.DeviceError("an illegal instruction")
             else:
-                self._cpu.view("io")[:] = self._io_set(io_set)
+                host, device = (np.frombuffer(v, np.uint8) for v in (self._io_set(io_set), self._cpu.view("io")))
+                device[:] = before = host.copy()
                 self._cpu.wait(self._cpu.submit(graph, *sizes))
-                self._write(io_set)
+                host[device != before] = device[device != before]
             with self._done:
                 self._results[ticket] = error
                 self._done.notify_all()
-
-    def _write(self, io_set: int) -> None:
-        """What the graph wrote, and nothing else."""
-        host, device = (np.frombuffer(view, np.uint8) for view in (self._io_set(io_set), self._cpu.view("io")))
-        written = host != device
-        host[written] = device[written]
 
     def _io_set(self, number: int) -> memoryview:
         return memoryview(self._host)[number * self._set_bytes :][: self._io_bytes]

@@ -24,8 +24,8 @@ HOPPER = Target.parse("cuda:sm_90a")
 SLOW, FAST, WRONG = (Config(16, 32, 64, warps, 2, swapped=True) for warps in (1, 2, 4))
 """The candidates of these tests; what they do differently is up to FakeGpu."""
 BEFORE_US = 1.0
-MOST_ROWS = 512
-"""Of the cases of these tests: results have room for as many."""
+ROW_BYTES = 4 * 64
+"""Of the results of these tests."""
 
 
 @contextmanager
@@ -127,7 +127,7 @@ class FakeGpu:
         (source,) = (p for _, p in node.pointers() if p.region is Region.ARENA)
         (target,) = (p for _, p in node.pointers() if p.writes)
         assert target.region is Region.HOST_IO and source.extent == target.extent
-        nbytes, at = rows * source.extent // MOST_ROWS, io + target.offset
+        nbytes, at = rows * ROW_BYTES, io + target.offset
         self.host[at : at + nbytes] = self.arena[source.offset : source.offset + nbytes]
 
     def _us(self, node: Any) -> float:
