@@ -15,9 +15,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenspeed.errors import EngineClosedError, QueueFullError
-from tokenspeed.runtime.request import EngineEvent, EventSink, FinishReason, SamplingParams, TokenLogprobs
+from tokenspeed.errors import EngineClosedError
+from tokenspeed.runtime.request import (
+    EngineEvent,
+    EventSink,
+    FinishReason,
+    RequestOptions,
+    SamplingParams,
+    TokenLogprobs,
+)
 from tokenspeed.runtime.tokenizer import Tokenizer
+from tokenspeed.runtime.waiting import Place, WaitingRoom
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,12 @@ class FakeStats:
     num_free_pages: int
     steps: int
     preemptions: int = 0
+    num_cached_pages: int = 30
+    num_host_pages: int = 50
+    num_host_pages_used: int = 20
+    oldest_wait_seconds: float = 0.0
+    waiting_by_priority: tuple[int, ...] = (0,) * 10
+    scheduler: dict[str, int] = field(default_factory=lambda: {"prompt_tokens": 80, "cached_tokens": 60, "expired": 2})
     device: dict[str, Any] = field(default_factory=lambda: {"allocations_after_seal": 0})
     after_ready: dict[str, int] = field(default_factory=lambda: {"allocations": 0, "compilations": 0})
     host: dict[str, Any] = field(default_factory=lambda: {"plan": {"count": 2, "seconds": 0.5}})
@@ -51,13 +65,16 @@ class _Live:
     params: SamplingParams
     seed: int
     sink: EventSink
+    place: Place
+    deadline: float = math.inf
     num_drawn: int = 0
 
 
 class FakeEngine:
     """See the module. ``script`` are the tokens of every request (then the eos token); ``step_seconds`` paces steps.
 
-    ``hold`` stops drawing until it is cleared; ``fail_after`` ends each request with an error after so many tokens.
+    ``hold`` stops drawing until it is cleared; ``fail_after`` ends each request with an error after so many tokens;
+    ``cached_tokens`` of each prompt count as found in the prefix index.
     """
 
     def __init__(
@@ -68,7 +85,9 @@ class FakeEngine:
         step_seconds: float = 0.0,
         max_running: int = 64,
         max_waiting: int = 64,
+        max_waiting_per_tenant: int | None = None,
         fail_after: int | None = None,
+        cached_tokens: int = 0,
         info: FakeInfo | None = None,
     ):
         self.tokenizer = tokenizer
@@ -78,11 +97,14 @@ class FakeEngine:
         self.hold = threading.Event()
         self.aborted: list[int] = []
         self.submitted: list[tuple[list[int], SamplingParams, int]] = []
+        self.scheduling: list[RequestOptions] = []
         self.watchers: list[Callable[[str], None]] = []
         self._script = script
         self._step_seconds = step_seconds
-        self._max_running, self._max_waiting = max_running, max_waiting
+        self._max_running = max_running
+        self.waiting_room = WaitingRoom(max_waiting, max_waiting_per_tenant)
         self._fail_after = fail_after
+        self._cached_tokens = cached_tokens
         self._live: dict[int, _Live] = {}
         self._inbox: deque[tuple[int, _Live] | int] = deque()
         self._wake = threading.Condition()
@@ -92,15 +114,25 @@ class FakeEngine:
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, sink: EventSink, *, seed: int) -> int:
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        sink: EventSink,
+        *,
+        seed: int,
+        options: RequestOptions,
+    ) -> int:
         with self._wake:
             if self._closing:
                 raise EngineClosedError("the engine is shutting down and takes no new requests")
-            if len(self._live) + len(self._inbox) >= self._max_running + self._max_waiting:
-                raise QueueFullError(f"{self._max_waiting} requests wait already", hint="retry later")
+            now = time.monotonic()
+            place = self.waiting_room.enter(options.tenant, options.priority, now)
             request_id, self._next_id = self._next_id, self._next_id + 1
             self.submitted.append((list(prompt_ids), params, seed))
-            self._inbox.append((request_id, _Live(list(prompt_ids), params, seed, sink)))
+            self.scheduling.append(options)
+            deadline = math.inf if options.timeout is None else now + options.timeout
+            self._inbox.append((request_id, _Live(list(prompt_ids), params, seed, sink, place, deadline)))
             self._wake.notify_all()
         return request_id
 
@@ -111,7 +143,9 @@ class FakeEngine:
 
     def stats(self) -> FakeStats:
         running = min(len(self._live), self._max_running)
-        return FakeStats(running, len(self._live) - running + len(self._inbox), 100, 100 - running, self._steps)
+        waiting = len(self._live) - running + len(self._inbox)
+        by_priority = self.waiting_room.by_priority
+        return FakeStats(running, waiting, 100, 100 - running, self._steps, waiting_by_priority=by_priority)
 
     def watch(self, watcher: Callable[[str], None]) -> None:
         self.watchers.append(watcher)
@@ -140,6 +174,12 @@ class FakeEngine:
                 self._take_inbox()
             if self._step_seconds or self.hold.is_set():
                 time.sleep(self._step_seconds or 0.002)
+            now = time.monotonic()
+            for request_id, live in list(self._live.items()):
+                if live.deadline <= now:
+                    self._end(request_id, FinishReason.TIMEOUT)
+            for live in list(self._live.values())[: self._max_running]:
+                self.waiting_room.leave(live.place, now)
             if not self.hold.is_set():
                 self._steps += 1
                 for request_id in list(self._live)[: self._max_running]:
@@ -176,7 +216,10 @@ class FakeEngine:
             del self._live[request_id]
         logprobs = () if live.params.logprobs is None else (self._logprobs(token, live.params.logprobs),)
         stop_token = token if reason is FinishReason.STOP else None
-        live.sink(EngineEvent(request_id, (token,), logprobs, prompt_logprobs, reason, stop_token_id=stop_token))
+        event = EngineEvent(request_id, (token,), logprobs, prompt_logprobs, reason, stop_token_id=stop_token)
+        if live.num_drawn == 1:
+            event.cached_tokens, event.queue_seconds = self._cached_tokens, 0.03
+        live.sink(event)
 
     def _token(self, live: _Live) -> int:
         if self._script is not None:
@@ -202,4 +245,5 @@ class FakeEngine:
 
     def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
         live = self._live.pop(request_id)
+        self.waiting_room.leave(live.place, time.monotonic())
         live.sink(EngineEvent(request_id, finish_reason=reason, error=error))

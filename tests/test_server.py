@@ -74,6 +74,7 @@ def test_chat_has_openais_shape(server: Running) -> None:
         "prompt_tokens": num_prompt,
         "completion_tokens": num_output,
         "total_tokens": num_prompt + num_output,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
 
 
@@ -264,7 +265,7 @@ def test_health_models_version_info_and_page(server: Running) -> None:
     assert get("/version").json()["version"]
     info = get("/get_server_info").json()
     assert info["status"] == "ready" and info["engine"]["target"] == "cpu:fake"
-    assert info["envelope"] == {"max_model_len": 256} and info["settings"]["api_key"] is False
+    assert info["envelope"] == {"max_model_len": 256} and info["settings"]["api_keys"] == 0
     assert 0 < info["startup_seconds"]["web"] <= info["startup_seconds"]["ready"]
     page = get("/")
     assert page.headers["content-type"] == "text/html; charset=utf-8" and "<!doctype html>" in page.text

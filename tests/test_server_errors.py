@@ -182,7 +182,7 @@ def test_oversized_bodies_are_not_read(server: Running) -> None:
 
 def test_the_api_key_guards_everything_but_health_and_the_page() -> None:
     engine = FakeEngine(TOKENIZER)
-    with running(engine, api_key="s3cret") as server:
+    with running(engine, api_keys={"": "s3cret"}) as server:
         get = server.client.get
         assert get("/health").status_code == get("/").status_code == 200
         for path in ("/v1/models", "/metrics", "/get_server_info", "/version", "/nothing"):

@@ -374,7 +374,7 @@ class Simulator:
     nanoseconds; -1 stands for none or never.
     """
 
-    def __init__(self, scheduler: SchedulerConfig, costs: StepCosts, *, num_replicas: int, routing: str, seed: int, balance: float, slack: int, block_tokens: int, waits_when_full: bool, keeps_delays: bool, interval_ns: int, num_threads: int) -> None: ...
+    def __init__(self, scheduler: SchedulerConfig, costs: StepCosts, *, num_replicas: int, routing: str, seed: int, load_tokens: int, block_tokens: int, waits_when_full: bool, keeps_delays: bool, interval_ns: int, num_threads: int) -> None: ...
 
     def add(self, timestamp_ns: int, num_input: int, num_output: int, blocks: Sequence[int], num_prompt_blocks: int, priority: int = 0, tenant: int = 0, deadline_ns: int = -1, session: int = -1, delay_ns: int = -1) -> None:
         """The next request of the trace, in order of timestamps."""

@@ -93,10 +93,20 @@ class RequestError(TokenSpeedError):
 
 
 class QueueFullError(RequestError):
-    """The waiting queue is at its limit; the client should retry later."""
+    """The waiting queue is at its limit; the client should retry later.
+
+    Args:
+        retry_after: seconds after which that may help, by how fast the queue has drained of late.
+        of_tenant: whether the limit is that of its API key or user, and others still get in.
+    """
 
     http_status = 429
     kind = "rate_limit_error"
+
+    def __init__(self, message: str, *, hint: str | None = None, retry_after: int = 1, of_tenant: bool = False):
+        super().__init__(message, hint=hint)
+        self.retry_after = retry_after
+        self.of_tenant = of_tenant
 
 
 class EngineClosedError(TokenSpeedError):

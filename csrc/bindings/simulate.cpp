@@ -32,15 +32,14 @@ StepCosts make_costs(const std::vector<BucketTuple>& buckets, double per_context
 }
 
 void make_simulator(Simulator* self, const SchedulerConfig& scheduler, const StepCosts& costs, int32_t num_replicas,
-                    const std::string& routing, uint64_t seed, double balance, int32_t slack, int32_t block_tokens,
+                    const std::string& routing, uint64_t seed, int32_t load_tokens, int32_t block_tokens,
                     bool waits_when_full, bool keeps_delays, int64_t interval_ns, int32_t num_threads) {
   const SimulatorConfig config{
       .replica = {.scheduler = scheduler, .block_tokens = block_tokens, .waits_when_full = waits_when_full},
       .router = {.routing = routing_named(routing),
                  .num_replicas = num_replicas,
                  .seed = seed,
-                 .balance = balance,
-                 .slack = slack},
+                 .load_tokens = load_tokens},
       .interval_ns = interval_ns,
       .keeps_delays = keeps_delays,
       .num_threads = num_threads};
@@ -144,7 +143,7 @@ void bind_simulate(nb::module_& m) {
                         "Replicas that run the real scheduler in virtual time (docs/simulator.md). Times are\n"
                         "nanoseconds; -1 stands for none or never.")
       .def("__init__", &make_simulator, "scheduler"_a, "costs"_a, nb::kw_only(), "num_replicas"_a, "routing"_a,
-           "seed"_a, "balance"_a, "slack"_a, "block_tokens"_a, "waits_when_full"_a, "keeps_delays"_a, "interval_ns"_a,
+           "seed"_a, "load_tokens"_a, "block_tokens"_a, "waits_when_full"_a, "keeps_delays"_a, "interval_ns"_a,
            "num_threads"_a)
       .def("add", &add, "timestamp_ns"_a, "num_input"_a, "num_output"_a, "blocks"_a, "num_prompt_blocks"_a,
            "priority"_a = 0, "tenant"_a = 0, "deadline_ns"_a = -1, "session"_a = -1, "delay_ns"_a = -1,

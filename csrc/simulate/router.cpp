@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "simulate/tokens.h"
 
@@ -21,10 +22,9 @@ Router::Router(const RouterConfig& config) : config_(config) {
   if (config.num_replicas < 1 || config.num_replicas > 4096) {
     throw std::invalid_argument("router: need 1 to 4096 replicas, have " + std::to_string(config.num_replicas));
   }
-  if (!(config.balance >= 1 && config.balance <= 1e6)) {
-    throw std::invalid_argument("router: need a balance of 1 to 1000000, have " + std::to_string(config.balance));
+  if (config.load_tokens < 0) {
+    throw std::invalid_argument("router: need load_tokens of 0 or more, have " + std::to_string(config.load_tokens));
   }
-  if (config.slack < 1) throw std::invalid_argument("router: need a slack of 1 or more, have " + std::to_string(config.slack));
   load_.resize(static_cast<size_t>(config.num_replicas));
   if (config.routing == Routing::PrefixAware) blocks_.emplace(config.num_replicas, config.blocks_per_replica);
 }
@@ -44,19 +44,17 @@ int32_t Router::route(const TraceRequest& request, int64_t index) {
       chosen = least_loaded();
       break;
     case Routing::PrefixAware:
-      chosen = best_prefix(prompt);
+      chosen = least_to_do(request, prompt);
       blocks_->add(chosen, prompt);
       break;
   }
   ++num_routed_;
   ++load_[static_cast<size_t>(chosen)];
-  ++total_load_;
   return chosen;
 }
 
 void Router::ended(int32_t replica, const TraceRequest& request, bool answered) {
   --load_[static_cast<size_t>(replica)];
-  --total_load_;
   if (!blocks_ || !answered) return;
   blocks_->add(replica, std::span(request.blocks).subspan(static_cast<size_t>(request.num_prompt_blocks)));
 }
@@ -65,18 +63,15 @@ int32_t Router::least_loaded() const noexcept {
   return static_cast<int32_t>(std::min_element(load_.begin(), load_.end()) - load_.begin());
 }
 
-// The bound is that of consistent hashing with bounded loads, `balance` times a replica's share, and some slack: where
-// the whole fleet has little to do, what a prefix saves is more than what a few requests beside it cost. The least loaded
-// replica is always within the bound.
-int32_t Router::best_prefix(std::span<const uint64_t> blocks) {
-  blocks_->match(blocks, matched_);
-  const double bound = config_.balance * static_cast<double>(total_load_ + 1) / config_.num_replicas + config_.slack;
-  int32_t best = least_loaded();
-  for (int32_t i = 0; i < config_.num_replicas; ++i) {
-    const auto at = static_cast<size_t>(i), at_best = static_cast<size_t>(best);
-    if (static_cast<double>(load_[at] + 1) > bound) continue;
-    const bool better = matched_[at] != matched_[at_best] ? matched_[at] > matched_[at_best] : load_[at] < load_[at_best];
-    if (better) best = i;
+int32_t Router::least_to_do(const TraceRequest& request, std::span<const uint64_t> prompt) {
+  blocks_->match(prompt, matched_);
+  const auto to_do = [&](int32_t replica) {
+    const int64_t known = int64_t{matched_[static_cast<size_t>(replica)]} * config_.block_tokens;
+    return std::max<int64_t>(0, request.num_input - known) + load(replica) * config_.load_tokens;
+  };
+  int32_t best = 0;
+  for (int32_t i = 1; i < config_.num_replicas; ++i) {
+    if (std::pair(to_do(i), load(i)) < std::pair(to_do(best), load(best))) best = i;
   }
   return best;
 }

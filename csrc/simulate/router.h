@@ -16,7 +16,7 @@ enum class Routing : uint8_t {
   Random,       // by a hash of the seed and the request's number
   RoundRobin,   // one after another
   LeastLoaded,  // the one with the fewest requests that have not ended
-  PrefixAware,  // of those that are not overloaded, the one that is believed to have most of the prompt
+  PrefixAware,  // the one with the least to do: prompt tokens that it is believed to lack, and requests that it has
 };
 
 // Throws std::invalid_argument for a name that is none of random, round-robin, least-loaded, prefix-aware.
@@ -26,8 +26,8 @@ struct RouterConfig {
   Routing routing = Routing::RoundRobin;
   int32_t num_replicas = 1;
   uint64_t seed = 0;
-  double balance = 1.25;           // prefix-aware: a replica is overloaded above so many times the mean load
-  int32_t slack = 8;               // and so many requests more, 1 at least
+  int32_t load_tokens = 1024;      // prefix-aware: a request that has not ended weighs as much as so many prompt tokens
+  int32_t block_tokens = 512;      // of the trace's blocks
   int64_t blocks_per_replica = 1;  // that it is believed to hold
 };
 
@@ -47,11 +47,10 @@ class Router {
 
  private:
   int32_t least_loaded() const noexcept;
-  int32_t best_prefix(std::span<const uint64_t> blocks);
+  int32_t least_to_do(const TraceRequest& request, std::span<const uint64_t> prompt);
 
   const RouterConfig config_;
   std::vector<int64_t> load_;
-  int64_t total_load_ = 0;
   int64_t num_routed_ = 0;
   std::optional<BlockMap> blocks_;  // of prefix-aware routing
   std::vector<int32_t> matched_;

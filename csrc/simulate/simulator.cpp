@@ -18,6 +18,7 @@ SimulatorConfig validated(SimulatorConfig config) {
                                 std::to_string(config.replica.block_tokens));
   }
   config.replica.scheduler.validate();
+  config.router.block_tokens = config.replica.block_tokens;
   const int64_t num_tokens = int64_t{config.replica.scheduler.num_pages} * config.replica.scheduler.page_size;
   config.router.blocks_per_replica = std::max<int64_t>(1, num_tokens / config.replica.block_tokens);
   return config;

@@ -38,8 +38,8 @@ class Simulator {
  public:
   Simulator(const SimulatorConfig& config, StepCosts costs);  // throws std::invalid_argument
 
-  // The next request of the trace; its number is that of calls before. Throws std::invalid_argument when it comes before
-  // the one added last, or before a time that `run` has passed, and for senseless lengths.
+  // The next request of the trace; its number is that of calls before. Throws std::invalid_argument when it comes
+  // before the one added last or a time that `run` has passed, and for senseless lengths.
   void add(TraceRequest request);
 
   // Runs all rounds that end by `until_ns`, and `max_rounds` at most: every request that arrives before `until_ns` must

@@ -43,7 +43,7 @@ SimulatorConfig config(int32_t num_replicas = 1, Routing routing = Routing::Roun
                             .max_waiting = 4};
   SimulatorConfig all{};
   all.replica = {.scheduler = scheduler, .block_tokens = 16, .waits_when_full = true};
-  all.router = {.routing = routing, .num_replicas = num_replicas, .seed = 3, .balance = 1.25, .slack = 1};
+  all.router = {.routing = routing, .num_replicas = num_replicas, .seed = 3, .load_tokens = 40};
   all.interval_ns = 10 * kMs;
   return all;
 }
@@ -71,7 +71,8 @@ std::vector<TraceRequest> traffic(int count) {
   std::vector<TraceRequest> all;
   for (int i = 0; i < count; ++i) {
     const uint64_t drawn = mix(static_cast<uint64_t>(i));
-    TraceRequest r = request(i / 3, 20 + static_cast<int32_t>(drawn % 150), 1 + static_cast<int32_t>((drawn >> 8) % 30));
+    const auto num_output = static_cast<int32_t>((drawn >> 8) % 30);
+    TraceRequest r = request(i / 3, 20 + static_cast<int32_t>(drawn % 150), 1 + num_output);
     const int32_t num_blocks = r.num_input / 16;
     r.blocks = numbers(1000 * (drawn >> 20) % 7, num_blocks);
     r.num_prompt_blocks = num_blocks;
@@ -229,7 +230,7 @@ TEST(preempted_requests_come_to_their_end) {
 }
 
 TEST(routing) {
-  RouterConfig c{.routing = Routing::RoundRobin, .num_replicas = 3, .slack = 2, .blocks_per_replica = 100};
+  RouterConfig c{.num_replicas = 3, .load_tokens = 20, .block_tokens = 16, .blocks_per_replica = 100};
   Router robin(c);
   for (int i = 0; i < 6; ++i) CHECK(robin.route(request(0, 10, 1), i) == i % 3);
 
@@ -247,8 +248,8 @@ TEST(routing) {
   CHECK(aware.route(other, 1) == 1);
   CHECK(aware.route(talk, 2) == 0);
   CHECK(aware.route(talk, 3) == 0);
-  CHECK(aware.route(talk, 4) == 0);  // 4 <= 1.25 * 5 / 3 + 2
-  CHECK(aware.route(talk, 5) == 2);  // 5 > 1.25 * 6 / 3 + 2: to the one without load
+  CHECK(aware.route(talk, 4) == 0);  // 3 requests of 20 to do: less than 64 tokens
+  CHECK(aware.route(talk, 5) == 2);  // 4 requests: more
   for (int i = 0; i < 4; ++i) aware.ended(0, talk, true);
   CHECK(aware.route(talk, 6) == 0);
   TraceRequest answered = request(0, 16, 20, {500, 501});
@@ -320,7 +321,8 @@ TEST(every_request_ends_once_and_pages_come_back) {
 TEST(senseless_requests_and_costs_are_refused) {
   Simulator s(config(), costs());
   s.add(request(50, 10, 1));
-  CHECK(refusal([&] { s.add(request(49, 10, 1)); }).find("need a timestamp of 50000000 ns or later") != std::string::npos);
+  const std::string early = refusal([&] { s.add(request(49, 10, 1)); });
+  CHECK(early.find("need a timestamp of 50000000 ns or later") != std::string::npos);
   CHECK(refusal([&] { s.add(request(50, 0, 1)); }).find("need 1 token or more") != std::string::npos);
   TraceRequest bad = request(50, 10, 1);
   bad.delay_ns = 5;

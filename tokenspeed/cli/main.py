@@ -15,7 +15,7 @@ from importlib import import_module
 from tokenspeed import __version__
 from tokenspeed.errors import ResourceError, TokenSpeedError
 
-COMMANDS = ("build", "run", "serve", "inspect", "explain", "verify", "bench", "doctor", "export", "tune")
+COMMANDS = ("build", "run", "serve", "inspect", "explain", "verify", "bench", "doctor", "export", "tune", "simulate")
 LOADING = ("run", "serve", "bench")
 """Those that load an artifact: a GPU's driver starts before their command line is parsed."""
 

@@ -24,26 +24,45 @@ def add_parser(subparsers: Subparsers) -> None:
         "and /get_server_info. Nothing is compiled; SIGTERM lets running requests finish.",
         examples="  tokenspeed serve artifacts/smollm2\n"
         "  tokenspeed serve artifacts/smollm2 --host 0.0.0.0 --port 8080 --api-key $KEY --threads 8\n"
+        "  tokenspeed serve artifacts/smollm2 --api-key web=$WEB --api-key batch=$BATCH --max-waiting-per-key 64\n"
         "  curl -N localhost:8000/v1/chat/completions -H 'content-type: application/json' \\\n"
         '       -d \'{"messages": [{"role": "user", "content": "Hello"}], "stream": true}\'',
     )
     add_artifact(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="port; 0 takes a free one (default: %(default)s)")
-    parser.add_argument("--api-key", metavar="KEY", default=os.environ.get("TOKENSPEED_API_KEY") or None,
-                        help="require `Authorization: Bearer KEY` (default: $TOKENSPEED_API_KEY)")  # fmt: skip
+    parser.add_argument("--api-key", metavar="[NAME=]KEY", action="append", default=[],
+                        help="require `Authorization: Bearer KEY`; repeatable, and then each name has a fair share"
+                        " of the server (default: $TOKENSPEED_API_KEY)")  # fmt: skip
+    parser.add_argument("--api-key-file", metavar="FILE", help="more of them, one [NAME=]KEY a line")
     parser.add_argument("--served-model-name", metavar="NAME", action="append", default=[],
                         help="a name to answer to instead of the artifact's; repeatable")  # fmt: skip
-    parser.add_argument("--max-waiting", type=int, default=1024, metavar="N",
-                        help="requests that may wait before clients get 429 (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--max-step-tokens", type=int, metavar="N",
-                        help="tokens of a step; fewer stall running replies less (default: as built)")  # fmt: skip
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                         help="how long SIGTERM lets running requests finish (default: %(default)s)")  # fmt: skip
     parser.add_argument("--access-log", action="store_true", help="log every request on stderr")
+    _add_scheduling(parser)
     add_load_options(parser)
     add_trace(parser)
     parser.set_defaults(run=run)
+
+
+def _add_scheduling(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "scheduling",
+        "Requests of a lower `priority` (0 to 9, 0 by default) run first; within one, API keys (without them: the\n"
+        "`user` of a request) share the server evenly.",
+    )
+    group.add_argument("--max-waiting", type=int, default=1024, metavar="N",
+                       help="requests that may wait before clients get 429 (default: %(default)s)")  # fmt: skip
+    group.add_argument("--max-waiting-per-key", type=int, metavar="N",
+                       help="of these, how many of one API key or user (default: all)")  # fmt: skip
+    group.add_argument("--aging-seconds", type=float, default=10.0, metavar="SECONDS",
+                       help="who waits this long counts as of the next more urgent priority, twice as long as of the"
+                       " one after; 0: priorities hold for ever (default: %(default)s)")  # fmt: skip
+    group.add_argument("--max-step-tokens", type=int, metavar="N",
+                       help="tokens of a step; fewer stall running replies less (default: as built)")  # fmt: skip
+    group.add_argument("--no-prefix-cache", action="store_true",
+                       help="compute every prompt whole, even where an earlier one began alike")  # fmt: skip
 
 
 SWITCH_INTERVAL = 2e-4
@@ -62,13 +81,16 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace) -> int:
     from tokenspeed.runtime.server import ServerSettings, serve_loading
+    from tokenspeed.runtime.server.keys import parse_keys
 
     options = load_options(args, settle=False)
     _check(args)
+    environment = os.environ.get("TOKENSPEED_API_KEY")
+    default = [environment] if environment and args.api_key_file is None else []
     settings = ServerSettings(
         host=args.host,
         port=args.port,
-        api_key=args.api_key,
+        api_keys=parse_keys(args.api_key or default, args.api_key_file),
         served_names=tuple(args.served_model_name),
         drain_timeout=args.drain_timeout,
         access_log=args.access_log,
@@ -80,17 +102,25 @@ def _serve(args: argparse.Namespace) -> int:
         with trace.span("import engine"):
             from tokenspeed.runtime.engine import load
 
-        return load(args.artifact, options=options, max_waiting=args.max_waiting, max_step_tokens=args.max_step_tokens)
+        return load(
+            args.artifact,
+            options=options,
+            max_waiting=args.max_waiting,
+            max_step_tokens=args.max_step_tokens,
+            prefix_index=not args.no_prefix_cache,
+            max_waiting_per_tenant=args.max_waiting_per_key,
+            aging_seconds=args.aging_seconds,
+        )
 
     return serve_loading(load_engine, settings, first=options.opened)
 
 
 def _check(args: argparse.Namespace) -> None:
-    # Not the key itself in the message: it would end in a log.
-    if args.api_key is not None and not (args.api_key.isascii() and args.api_key.isprintable() and args.api_key):
-        raise UsageError(
-            "--api-key is empty or holds more than printable ASCII", hint="leave it out to serve without a key"
-        )
+    for name, least in (("max_waiting", 1), ("max_waiting_per_key", 1)):
+        if (value := getattr(args, name)) is not None and value < least:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+    if not 0 <= args.aging_seconds <= 86400:
+        raise UsageError(f"--aging-seconds is {args.aging_seconds:g}; it must lie between 0 (off) and 86400")
     if not 0 <= args.drain_timeout < math.inf:
         raise UsageError(f"--drain-timeout is {args.drain_timeout}; it must be a number of seconds, 0 or more")
     for name in args.served_model_name:

@@ -19,7 +19,7 @@ from tokenspeed.errors import QueueFullError, TokenSpeedError
 from tokenspeed.runtime import sampling
 from tokenspeed.runtime.chat import Message, normalize_messages
 from tokenspeed.runtime.output import Assembler, RequestOutput, TextOptions, join
-from tokenspeed.runtime.request import EngineEvent, EventSink, FinishReason, SamplingParams
+from tokenspeed.runtime.request import EngineEvent, EventSink, FinishReason, RequestOptions, SamplingParams
 from tokenspeed.runtime.sampling import Limits
 from tokenspeed.runtime.tokenizer import Tokenizer
 
@@ -30,6 +30,8 @@ __all__ = [
 
 Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages."""
+
+DEFAULT_SCHEDULING = RequestOptions()
 
 ENCODE_ON_LOOP = 4096
 """Characters of text that are tokenized on the event loop itself; longer text goes to a thread."""
@@ -71,7 +73,15 @@ class EngineLike(Protocol):
     def alive(self) -> bool: ...  # whether it takes requests and its thread runs
     @property
     def about(self) -> Mapping[str, Any]: ...  # facts of the artifact and of loading it, for people
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, sink: EventSink, *, seed: int) -> int: ...
+    def submit(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        sink: EventSink,
+        *,
+        seed: int,
+        options: RequestOptions,
+    ) -> int: ...
     def abort(self, request_id: int) -> None: ...
     def stats(self) -> EngineStats: ...
     def watch(self, watcher: Callable[[str], None]) -> None: ...  # calls it with why the engine failed, should it
@@ -141,15 +151,25 @@ class Generation:
     Attributes:
         prompt_ids: the prompt's tokens.
         params: as they run, ``max_tokens`` and ``seed`` resolved.
+        scheduling: its priority, share, timeout and cache key.
         started: when it was submitted, by ``time.perf_counter``.
         num_output_tokens: drawn so far, over all replicas.
+        cached_tokens: of the prompt, found in the prefix index by replica 0; 0 until its first token.
     """
 
-    def __init__(self, llm: AsyncLLM, prompt_ids: list[int], params: SamplingParams, options: TextOptions):
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        prompt_ids: list[int],
+        params: SamplingParams,
+        options: TextOptions,
+        scheduling: RequestOptions,
+    ):
         self.prompt_ids = prompt_ids
         self.params = params
+        self.scheduling = scheduling
         self.started = time.perf_counter()
-        self.num_output_tokens = 0
+        self.num_output_tokens = self.cached_tokens = 0
         self._llm = llm
         self._assemblers = [Assembler(llm.tokenizer, params, options, i) for i in range(params.n)]
         self._request_ids: list[int] = []
@@ -205,6 +225,7 @@ class Generation:
                         self.params,
                         mailbox.sink(self, assembler),
                         seed=sampling.replica_seed(seed, assembler.index),
+                        options=self.scheduling,
                     )
                 )
         except Exception:
@@ -226,6 +247,8 @@ class Generation:
         if output is None:
             return
         self.num_output_tokens += len(output.token_ids)
+        if output.cached_tokens and output.index == 0:
+            self.cached_tokens = output.cached_tokens
         if output.finish_reason is not None:
             self._unfinished -= 1
         self._outputs.append(output)
@@ -261,8 +284,12 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         options: TextOptions | None = None,
+        scheduling: RequestOptions = DEFAULT_SCHEDULING,
     ) -> AsyncIterator[RequestOutput]:
         """Complete ``prompt``; yields outputs of its replicas as they come.
+
+        Args:
+            scheduling: priority, share, timeout and cache key; they change no token.
 
         Raises:
             RequestError: the prompt or a parameter is illegal.
@@ -271,7 +298,7 @@ class AsyncLLM:
             TokenSpeedError: the request failed on the device.
         """
         prompt_ids = await self.encode(prompt)
-        async with self.submit(prompt_ids, params, options=options) as generation:
+        async with self.submit(prompt_ids, params, options=options, scheduling=scheduling) as generation:
             async for output in generation:
                 if output.finish_reason is FinishReason.ERROR:
                     raise TokenSpeedError(f"the request failed: {output.error}")
@@ -296,12 +323,13 @@ class AsyncLLM:
         params: SamplingParams | None = None,
         *,
         options: TextOptions | None = None,
+        scheduling: RequestOptions = DEFAULT_SCHEDULING,
     ) -> Generation:
         """Start completing ``prompt_ids`` on the running event loop. Errors as ``generate``, raised here and now."""
         resolved = sampling.resolve(prompt_ids, params or SamplingParams(), self.engine.info)
         if resolved.seed is None:
             resolved = replace(resolved, seed=sampling.fresh_seed())
-        generation = Generation(self, list(prompt_ids), resolved, options or TextOptions())
+        generation = Generation(self, list(prompt_ids), resolved, options or TextOptions(), scheduling)
         generation._start(self._mailbox_of_running_loop())
         self.active.add(generation)
         if self._observer is not None:
@@ -337,9 +365,10 @@ class AsyncLLM:
 class _BlockingRun:
     """Requests of a caller without an event loop; events wait in one queue."""
 
-    def __init__(self, engine: EngineLike, options: TextOptions):
+    def __init__(self, engine: EngineLike, options: TextOptions | None, scheduling: RequestOptions):
         self._engine = engine
-        self._options = options
+        self._options = options or TextOptions()
+        self._scheduling = scheduling
         self._events: queue.SimpleQueue[tuple[Any, EngineEvent]] = queue.SimpleQueue()
         self._live: dict[Any, tuple[Assembler, int]] = {}
 
@@ -352,7 +381,9 @@ class _BlockingRun:
         assembler = Assembler(self._engine.tokenizer, params, self._options, index)
         seed = sampling.replica_seed(params.seed, index)
         sink = self._events.put
-        request_id = self._engine.submit(prompt_ids, params, lambda event: sink((key, event)), seed=seed)
+        request_id = self._engine.submit(
+            prompt_ids, params, lambda event: sink((key, event)), seed=seed, options=self._scheduling
+        )
         self._live[key] = (assembler, request_id)
 
     def next_output(self) -> tuple[Any, RequestOutput]:
@@ -389,13 +420,14 @@ def stream_blocking(
     params: SamplingParams | None = None,
     *,
     options: TextOptions | None = None,
+    scheduling: RequestOptions = DEFAULT_SCHEDULING,
 ) -> Iterator[RequestOutput]:
     """Complete ``prompt``, yielding outputs of its replicas as they come. Leaving early aborts the rest.
 
     Raises RequestError, QueueFullError or EngineClosedError as ``AsyncLLM.generate``.
     """
     prompt_ids, resolved = _prepare(engine, prompt, params or SamplingParams())
-    run = _BlockingRun(engine, options or TextOptions())
+    run = _BlockingRun(engine, options, scheduling)
     try:
         for index in range(resolved.n):
             run.submit(index, prompt_ids, resolved, index)
@@ -411,6 +443,7 @@ def generate_blocking(
     params: SamplingParams | None = None,
     *,
     options: TextOptions | None = None,
+    scheduling: RequestOptions = DEFAULT_SCHEDULING,
 ) -> list[RequestOutput]:
     """Complete one prompt or many; returns whole outputs: prompts in order, and ``n`` replicas of each in order.
 
@@ -421,7 +454,7 @@ def generate_blocking(
     work = [_prepare(engine, prompt, params) for prompt in _as_list(prompts)]
     waiting = deque((p, i) for p in range(len(work)) for i in range(work[p][1].n))
     parts: dict[tuple[int, int], list[RequestOutput]] = {key: [] for key in waiting}
-    run = _BlockingRun(engine, options or TextOptions())
+    run = _BlockingRun(engine, options, scheduling)
     try:
         while waiting or run.busy:
             while waiting:

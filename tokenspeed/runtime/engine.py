@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed import _native
-from tokenspeed.errors import EngineClosedError, QueueFullError, UsageError
+from tokenspeed.errors import EngineClosedError, UsageError
 from tokenspeed.runtime import trace
 from tokenspeed.runtime.engine_info import EngineStats, info_of
 from tokenspeed.runtime.executor import DeviceError, InFlight, StepOutputs
@@ -33,6 +33,7 @@ from tokenspeed.runtime.request import (
     TokenLogprobs,
 )
 from tokenspeed.runtime.sampling import check_options, resolve, tenant_number, token_mask
+from tokenspeed.runtime.waiting import Place, WaitingRoom
 from tokenspeed.step import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
@@ -40,10 +41,9 @@ if TYPE_CHECKING:
 
 MAX_WAITING = 1024
 """Requests that may wait when no other limit is given; one more is refused with QueueFullError."""
-
-
 AGING_SECONDS = 10.0
 """A request that waits this long is as urgent as one of the next higher priority that comes now."""
+MAX_AGING_SECONDS = 86400.0
 DEFAULT_OPTIONS = RequestOptions()
 
 HANG_SECONDS = 30.0
@@ -59,7 +59,9 @@ class _Live:
     prompt_logprobs: list[TokenLogprobs | None] | None
     asks_logprobs: bool
     has_timeout: bool
+    place: Place
     cached_tokens: int | None = None  # until told
+    queue_seconds: float | None = None
 
 
 @dataclass(slots=True)
@@ -101,9 +103,12 @@ class Engine:
         max_step_tokens: tokens that a step may hold, at most the artifact's max_prefill_tokens (the default). Fewer
             make long prompts stall running replies for less time; no request's tokens change by a bit.
         prefix_index: whether what one request has computed is found by the next that begins with the same tokens.
+        max_waiting_per_tenant: of the requests that may wait, how many may be of one tenant; None: all.
+        aging_seconds: a request that waits this long is as urgent as one of the next higher priority that comes now;
+            0: priorities hold for ever.
 
     Raises:
-        UsageError: max_step_tokens or max_waiting is out of range.
+        UsageError: a number is out of range.
     """
 
     def __init__(
@@ -113,6 +118,8 @@ class Engine:
         max_waiting: int = MAX_WAITING,
         max_step_tokens: int | None = None,
         prefix_index: bool = True,
+        max_waiting_per_tenant: int | None = None,
+        aging_seconds: float = AGING_SECONDS,
     ):
         envelope = loaded.artifact.manifest.envelope
         step_tokens = envelope.max_prefill_tokens if max_step_tokens is None else max_step_tokens
@@ -123,6 +130,10 @@ class Engine:
             )
         if max_waiting < 1:
             raise UsageError(f"max_waiting is {max_waiting}; it must be at least 1")
+        if max_waiting_per_tenant is not None and max_waiting_per_tenant < 1:
+            raise UsageError(f"max_waiting_per_tenant is {max_waiting_per_tenant}; it must be at least 1")
+        if not 0 <= aging_seconds <= MAX_AGING_SECONDS:
+            raise UsageError(f"aging_seconds is {aging_seconds}; it must lie between 0 and {MAX_AGING_SECONDS:.0f}")
         self.tokenizer = loaded.tokenizer
         self.loaded = loaded
         self.info = info_of(loaded)
@@ -134,15 +145,15 @@ class Engine:
             max_model_len=envelope.max_model_len,
             page_size=envelope.page_size,
             num_pages=loaded.num_pages,
-            max_waiting=max_waiting,  # kept in submit(), where those on their way count too
+            max_waiting=max_waiting,  # kept by the waiting room, where those on their way count too
             max_in_flight=loaded.executor.io_sets,
             vocab_size=self.info.vocab_size,
             prefix_index=prefix_index,
             cache_salt=loaded.artifact.digest,
-            aging_ns=int(AGING_SECONDS * 1e9),
+            aging_ns=int(aging_seconds * 1e9),
         )
         self._scheduler = self.new_scheduler()
-        self._max_waiting = max_waiting
+        self.waiting_room = WaitingRoom(max_waiting, max_waiting_per_tenant)
         self._live: dict[int, _Live] = {}
         self._num_asking_logprobs = self._num_with_timeout = 0  # live requests
         self._in_flight: deque[_Running] = deque()
@@ -204,7 +215,7 @@ class Engine:
 
         Raises:
             RequestError: the prompt or a parameter is illegal, or they do not fit (see ``sampling.resolve``).
-            QueueFullError: as many requests wait as may wait.
+            QueueFullError: as many requests wait as may wait, of all or of its tenant.
             EngineClosedError: the engine is draining.
         """
         params = resolve(prompt_ids, params, self.info)
@@ -240,13 +251,11 @@ class Engine:
         )
         asks_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
-        live = _Live(sink, params, prompt_logprobs, asks_logprobs, options.timeout is not None)
         with self._wake:
             if self._closing:
                 raise EngineClosedError("the engine is shutting down and takes no new requests")
-            waiting = self._scheduler.num_waiting + len(self._inbox)
-            if waiting >= self._max_waiting:
-                raise QueueFullError(f"{waiting} requests wait already, which is the limit", hint="retry later")
+            place = self.waiting_room.enter(options.tenant, options.priority, time.monotonic())
+            live = _Live(sink, params, prompt_logprobs, asks_logprobs, options.timeout is not None, place)
             request_id, self._next_id = self._next_id, self._next_id + 1
             self._inbox.append(_Submission(request_id, prompt_ids, native, live))
             self._wake.notify()
@@ -283,6 +292,7 @@ class Engine:
             num_cached_pages=s.num_cached_pages,
             num_host_pages=self._config.num_host_pages,
             num_host_pages_used=s.num_host_pages_used,
+            waiting_by_priority=self.waiting_room.by_priority,
             oldest_wait_seconds=s.oldest_wait(time.monotonic_ns()) * 1e-9,
             scheduler=s.counters(),
             device=(device := dict(self._executor.device.counters())),
@@ -294,6 +304,8 @@ class Engine:
         self,
         prompts: Prompt | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | None = None,
+        *,
+        scheduling: RequestOptions = DEFAULT_OPTIONS,
     ) -> list[RequestOutput]:
         """Complete one prompt (text, token ids or chat messages) or many; outputs are in the same order. Blocks.
 
@@ -301,7 +313,7 @@ class Engine:
         """
         from tokenspeed.runtime.async_llm import generate_blocking
 
-        return generate_blocking(self, prompts, params or SamplingParams())
+        return generate_blocking(self, prompts, params or SamplingParams(), scheduling=scheduling)
 
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool:
         """Stop. With ``drain`` let running and waiting requests finish first, for at most ``timeout`` seconds.
@@ -429,9 +441,12 @@ class Engine:
         return step
 
     def _note_admissions(self, step: Any) -> None:
-        for request_id, cached_tokens, _, _, was_preempted in step.admitted:
+        now = time.monotonic()
+        for request_id, cached_tokens, _, waited_ns, was_preempted in step.admitted:
             if not was_preempted:
-                self._live[request_id].cached_tokens = cached_tokens
+                live = self._live[request_id]
+                live.cached_tokens, live.queue_seconds = cached_tokens, waited_ns * 1e-9
+                self.waiting_room.leave(live.place, now)
 
     def _expire(self) -> None:
         """End the requests whose time is up."""
@@ -511,6 +526,7 @@ class Engine:
                     finish_reason=reason,
                     stop_token_id=token if reason is FinishReason.STOP else None,
                     cached_tokens=cached_tokens,
+                    queue_seconds=None if cached_tokens is None else live.queue_seconds,
                 )
             )
         trace.mark("first token", once=True)
@@ -525,6 +541,7 @@ class Engine:
         if live is not None:
             self._num_asking_logprobs -= live.asks_logprobs
             self._num_with_timeout -= live.has_timeout
+            self.waiting_room.leave(live.place, time.monotonic())
         return live
 
     def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
@@ -555,6 +572,8 @@ def load(
     max_waiting: int = MAX_WAITING,
     max_step_tokens: int | None = None,
     prefix_index: bool = True,
+    max_waiting_per_tenant: int | None = None,
+    aging_seconds: float = AGING_SECONDS,
 ) -> Engine:
     """Load the artifact at ``path`` and start an Engine on it. See ``loader.load`` and ``Engine`` for errors."""
     return Engine(
@@ -562,4 +581,6 @@ def load(
         max_waiting=max_waiting,
         max_step_tokens=max_step_tokens,
         prefix_index=prefix_index,
+        max_waiting_per_tenant=max_waiting_per_tenant,
+        aging_seconds=aging_seconds,
     )

@@ -49,6 +49,7 @@ class EngineStats:
     num_host_pages: int = 0
     num_host_pages_used: int = 0
     oldest_wait_seconds: float = 0.0
+    waiting_by_priority: tuple[int, ...] = ()
     scheduler: dict[str, int] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     after_ready: dict[str, int] = field(default_factory=dict)

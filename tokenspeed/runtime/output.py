@@ -31,6 +31,9 @@ class RequestOutput:
         token_ids: new tokens, a stop token included, whether or not their text is out yet.
         logprobs: parallel to ``token_ids`` when asked for.
         prompt_logprobs: one entry per prompt token (the first is None), in the first output only.
+        cached_tokens: tokens of the prompt that the prefix index had, so that they were not computed; in the first
+            output only, and None when no token was drawn.
+        queue_seconds: how long it waited before it ran, in the first output only.
         finish_reason: set in the last output.
         stop_reason: the stop string or token id that ended it; None at the model's own end of sequence or length.
         error: what went wrong, when finish_reason is ERROR.
@@ -42,6 +45,8 @@ class RequestOutput:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    cached_tokens: int | None = None
+    queue_seconds: float | None = None
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -58,6 +63,8 @@ def join(outputs: Iterable[RequestOutput]) -> RequestOutput:
         token_ids=tuple(t for o in parts for t in o.token_ids),
         logprobs=tuple(p for o in parts for p in o.logprobs),
         prompt_logprobs=next((o.prompt_logprobs for o in parts if o.prompt_logprobs is not None), None),
+        cached_tokens=next((o.cached_tokens for o in parts if o.cached_tokens is not None), None),
+        queue_seconds=next((o.queue_seconds for o in parts if o.queue_seconds is not None), None),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         error=last.error,
@@ -107,6 +114,8 @@ class Assembler:
             token_ids=tuple(event.token_ids[:used]),
             logprobs=tuple(event.logprobs[:used]),
             prompt_logprobs=None if event.prompt_logprobs is None else tuple(event.prompt_logprobs),
+            cached_tokens=event.cached_tokens,
+            queue_seconds=event.queue_seconds,
             finish_reason=reason,
             stop_reason=stop_reason,
             error=event.error,

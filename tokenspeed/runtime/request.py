@@ -93,9 +93,9 @@ class EngineEvent:
     One per token and request: not frozen, which would make it several times as slow to make. Nobody changes it.
 
     ``logprobs`` is parallel to ``token_ids`` when they were asked for. ``prompt_logprobs`` has one entry
-    per prompt token, the first of which is None. ``cached_tokens``, with the first token, is how many tokens of the
-    prompt were not computed, since their keys and values were in the prefix index. After an event with
-    ``finish_reason`` none follows.
+    per prompt token, the first of which is None. With the first token, ``cached_tokens`` is how many tokens of the
+    prompt were not computed, since their keys and values were in the prefix index, and ``queue_seconds`` how long it
+    waited before it ran. After an event with ``finish_reason`` none follows.
     """
 
     request_id: int
@@ -106,6 +106,7 @@ class EngineEvent:
     error: str | None = None
     stop_token_id: int | None = None
     cached_tokens: int | None = None
+    queue_seconds: float | None = None
 
 
 EventSink = Callable[[EngineEvent], None]

@@ -82,8 +82,8 @@ class Fleet:
         num_replicas: all alike.
         routing: one of ROUTINGS.
         seed: of random routing.
-        balance, slack: of prefix-aware routing: a replica gets no more requests once it has ``balance`` times its share
-            of all open ones, and ``slack`` more.
+        load_tokens: of prefix-aware routing: a request that has not ended weighs as much as so many tokens of a prompt
+            that a replica would have to compute.
         waits_when_full: a request that finds its replica's queue full comes again until there is room; else it is
             refused.
         keeps_delays: requests with a delay wait for the end of the one before in their session; else all arrive at
@@ -97,8 +97,7 @@ class Fleet:
     num_replicas: int = 1
     routing: str = "round-robin"
     seed: int = 0
-    balance: float = 1.25
-    slack: int = 8
+    load_tokens: int = 1024
     waits_when_full: bool = True
     keeps_delays: bool = True
     speed: float = 1.0
@@ -210,8 +209,7 @@ def _simulator(deployment: Deployment, model: CostModel, fleet: Fleet) -> Any:
             num_replicas=fleet.num_replicas,
             routing=fleet.routing,
             seed=fleet.seed,
-            balance=fleet.balance,
-            slack=fleet.slack,
+            load_tokens=fleet.load_tokens,
             block_tokens=fleet.block_tokens,
             waits_when_full=fleet.waits_when_full,
             keeps_delays=fleet.keeps_delays,

@@ -1,5 +1,5 @@
-// Admission carries the pages of the first chunk.
-// expected-error: (could not convert|no matching function|no matching constructor).*PageLease
+// A place is made of a slot, a path and pages: none of them can be left out.
+// expected-error: (no matching function for call to .*hold|too few arguments to function call)
 #include "cache/page_pool.h"
 #include "cache/slot_pool.h"
 #include "fsm/transitions.h"
@@ -9,5 +9,6 @@ using namespace tokenspeed::fsm;
 
 int main() {
   SlotPool slots(1);
-  Prefilling prefilling = apply(Waiting{}, Admit{std::move(*slots.acquire())});
+  PlaceStore places(1);
+  Prefilling prefilling = apply(Waiting{}, Admit{places.hold(std::move(*slots.acquire()), PrefixRef{})});
 }

@@ -1,5 +1,5 @@
-// Admission carries a slot, acquired before.
-// expected-error: (could not convert.*SlotLease|no viable conversion.*SlotLease)
+// A place carries a slot, acquired before: none can be made up.
+// expected-error: (cannot convert|no viable conversion|no matching|initializer list).*SlotLease
 #include "cache/page_pool.h"
 #include "cache/slot_pool.h"
 #include "fsm/transitions.h"
@@ -9,5 +9,6 @@ using namespace tokenspeed::fsm;
 
 int main() {
   PagePool pages(4);
-  Prefilling prefilling = apply(Waiting{}, Admit{{}, std::move(*pages.acquire(1))});
+  PlaceStore places(1);
+  Prefilling prefilling = apply(Waiting{}, Admit{places.hold({}, PrefixRef{}, std::move(*pages.acquire(1)))});
 }

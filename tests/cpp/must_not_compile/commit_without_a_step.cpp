@@ -8,6 +8,6 @@ using namespace tokenspeed::cache;
 using namespace tokenspeed::fsm;
 
 int main() {
-  auto commit = [](Decoding&& decoding) { return apply(std::move(decoding), Commit{}); };
-  (void)commit;
+  auto misuse = [](Decoding&& decoding) { return apply(std::move(decoding), Commit{}); };
+  (void)misuse;
 }

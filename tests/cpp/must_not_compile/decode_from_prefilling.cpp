@@ -8,9 +8,8 @@ using namespace tokenspeed::cache;
 using namespace tokenspeed::fsm;
 
 int main() {
-  PagePool pages(4);
-  auto plan = [&](Prefilling&& prefilling) {
-    return apply(std::move(prefilling), PlanDecode{std::move(*pages.acquire(1))});
+  auto misuse = [](Prefilling&& prefilling) {
+    return apply(std::move(prefilling), PlanDecode{PageLease{}});
   };
-  (void)plan;
+  (void)misuse;
 }

@@ -1,4 +1,4 @@
-// A request in the queue has no pages to decode with.
+// A request in the queue has no place to decode in.
 // expected-error: no matching function for call to .apply
 #include "cache/page_pool.h"
 #include "cache/slot_pool.h"
@@ -8,6 +8,5 @@ using namespace tokenspeed::cache;
 using namespace tokenspeed::fsm;
 
 int main() {
-  PagePool pages(4);
-  apply(Waiting{}, PlanDecode{std::move(*pages.acquire(1))});
+  apply(Waiting{}, PlanDecode{PageLease{}});
 }

@@ -8,6 +8,6 @@ using namespace tokenspeed::cache;
 using namespace tokenspeed::fsm;
 
 int main() {
-  auto abort_again = [](Draining&& draining) { return apply(std::move(draining), Abort{}); };
-  (void)abort_again;
+  auto misuse = [](InFlight<Draining, 2>&& draining) { return apply(std::move(draining), Abort{}); };
+  (void)misuse;
 }

@@ -8,6 +8,6 @@ using namespace tokenspeed::cache;
 using namespace tokenspeed::fsm;
 
 int main() {
-  auto end = [](InFlight<Prefilling>&& prefilling) { return apply(std::move(prefilling), Finish{}); };
-  (void)end;
+  auto misuse = [](InFlight<Prefilling, 1>&& prefilling) { return apply(std::move(prefilling), Finish{}); };
+  (void)misuse;
 }

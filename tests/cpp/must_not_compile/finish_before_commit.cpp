@@ -8,6 +8,6 @@ using namespace tokenspeed::cache;
 using namespace tokenspeed::fsm;
 
 int main() {
-  auto end = [](Decoding&& decoding) { return apply(std::move(decoding), Finish{}); };
-  (void)end;
+  auto misuse = [](Decoding&& decoding) { return apply(std::move(decoding), Finish{}); };
+  (void)misuse;
 }

@@ -1,5 +1,5 @@
-// The type of the next state is part of the edge: a preempted request waits.
-// expected-error: (conversion from .*Waiting.* to non-scalar type .*Decoding|no viable conversion.*Waiting.*Decoding)
+// The type of the next state is part of the edge: a preempted request is no decoding one.
+// expected-error: (conversion from .*Preempted.* to non-scalar type .*Decoding|no viable conversion.*Preempted.*Decoding)
 #include "cache/page_pool.h"
 #include "cache/slot_pool.h"
 #include "fsm/transitions.h"
@@ -8,8 +8,6 @@ using namespace tokenspeed::cache;
 using namespace tokenspeed::fsm;
 
 int main() {
-  auto preempt = [](Decoding&& decoding) {
-    Decoding still = apply(std::move(decoding), Preempt{});
-  };
-  (void)preempt;
+  auto misuse = [](Decoding&& decoding) { Decoding still = apply(std::move(decoding), Preempt{}); };
+  (void)misuse;
 }

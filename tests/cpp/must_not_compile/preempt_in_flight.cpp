@@ -8,6 +8,6 @@ using namespace tokenspeed::cache;
 using namespace tokenspeed::fsm;
 
 int main() {
-  auto preempt = [](InFlight<Decoding>&& decoding) { return apply(std::move(decoding), Preempt{}); };
-  (void)preempt;
+  auto misuse = [](InFlight<Decoding, 1>&& decoding) { return apply(std::move(decoding), Preempt{}); };
+  (void)misuse;
 }

@@ -8,6 +8,6 @@ using namespace tokenspeed::cache;
 using namespace tokenspeed::fsm;
 
 int main() {
-  auto preempt = [](Decoding& decoding) { return apply(decoding, Preempt{}); };
-  (void)preempt;
+  auto misuse = [](Decoding& decoding) { return apply(decoding, Preempt{}); };
+  (void)misuse;
 }

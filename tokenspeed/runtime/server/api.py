@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import Request
@@ -11,13 +12,16 @@ from starlette.responses import Response
 from tokenspeed.errors import TokenSpeedError
 from tokenspeed.runtime.async_llm import AsyncLLM, Generation
 from tokenspeed.runtime.output import RequestOutput
-from tokenspeed.runtime.request import FinishReason
-from tokenspeed.runtime.server.errors import BodyTooLargeError, error_body, json_response
+from tokenspeed.runtime.request import FinishReason, RequestOptions
+from tokenspeed.runtime.server.errors import BodyTooLargeError, RequestTimeoutError, error_body, json_response
 from tokenspeed.runtime.server.fields import parse_body
 from tokenspeed.runtime.server.protocol import ChatRequest, Common, CompletionRequest, parse_chat, parse_completion
 from tokenspeed.runtime.server.responses import Answer, CompletionText, chat_completion, finish, usage
 from tokenspeed.runtime.server.state import ServerState
 from tokenspeed.runtime.server.streaming import EventStream, event, merge, while_connected
+
+TENANT = "tokenspeed.tenant"
+"""Name, in a request's scope, of the API key that it came with; not there when keys have no names."""
 
 
 async def chat_completions(request: Request) -> Response:
@@ -31,11 +35,12 @@ async def chat_completions(request: Request) -> Response:
         variables=parsed.template_variables,
     )
     prompt_ids = await llm.encode_text(prompt, add_special_tokens=False)
-    generation = state.require_llm().submit(prompt_ids, parsed.params, options=parsed.options)
+    scheduling = _scheduling(request, parsed)
+    generation = state.require_llm().submit(prompt_ids, parsed.params, options=parsed.options, scheduling=scheduling)
     if parsed.stream:
         return EventStream(_chat_events(answer, parsed, generation), [generation], answer.id)
     outputs = await while_connected(request.receive, [generation], generation.result())
-    _raise_failure(outputs)
+    _raise_failure([outputs])
     return json_response(chat_completion(answer, parsed, prompt_ids, outputs), headers={"x-request-id": answer.id})
 
 
@@ -48,13 +53,13 @@ async def completions(request: Request) -> Response:
         await llm.encode_text(p, add_special_tokens=parsed.add_special_tokens) if isinstance(p, str) else p
         for p in parsed.prompts
     ]
-    generations = _submit_all(state.require_llm(), encoded, parsed)
+    generations = _submit_all(state.require_llm(), encoded, parsed, _scheduling(request, parsed))
     if parsed.stream:
         return EventStream(_completion_events(answer, parsed, generations), generations, answer.id)
     results = await while_connected(request.receive, generations, _results(generations))
+    _raise_failure(results)
     choices: list[dict[str, Any]] = []
     for prompt, generation, outputs in zip(parsed.prompts, generations, results, strict=True):
-        _raise_failure(outputs)
         for output in outputs:
             text = CompletionText(answer, parsed, prompt, generation.prompt_ids)
             choices.append({"index": len(choices), **text.piece(output)})
@@ -89,12 +94,20 @@ def _answer(state: ServerState, llm: AsyncLLM, parsed: Common) -> Answer:
     return Answer(parsed, llm.tokenizer, name, f"fp_{llm.engine.info.artifact_digest[:12]}")
 
 
-def _submit_all(llm: AsyncLLM, encoded: Sequence[list[int]], parsed: CompletionRequest) -> list[Generation]:
+def _scheduling(request: Request, parsed: Common) -> RequestOptions:
+    """What it asks of the scheduler; with named API keys its share is that of its key, whatever user it names."""
+    tenant = request.scope.get(TENANT)
+    return parsed.scheduling if tenant is None else replace(parsed.scheduling, tenant=tenant)
+
+
+def _submit_all(
+    llm: AsyncLLM, encoded: Sequence[list[int]], parsed: CompletionRequest, scheduling: RequestOptions
+) -> list[Generation]:
     """All prompts or none."""
     generations: list[Generation] = []
     try:
         for prompt_ids in encoded:
-            generations.append(llm.submit(prompt_ids, parsed.params, options=parsed.options))
+            generations.append(llm.submit(prompt_ids, parsed.params, options=parsed.options, scheduling=scheduling))
     except TokenSpeedError:
         for generation in generations:
             generation.abort()
@@ -106,16 +119,23 @@ async def _results(generations: Sequence[Generation]) -> list[list[RequestOutput
     return [await generation.result() for generation in generations]
 
 
-def _raise_failure(outputs: Sequence[RequestOutput]) -> None:
+def _raise_failure(results: Sequence[Sequence[RequestOutput]]) -> None:
+    """Raise for an answer that is none: a choice failed, or the time was up before a token of any was drawn."""
+    outputs = [output for result in results for output in result]
     for output in outputs:
         if output.finish_reason is FinishReason.ERROR:
             raise TokenSpeedError(f"the request failed: {output.error}")
+    if all(o.finish_reason is FinishReason.TIMEOUT and not o.token_ids for o in outputs):
+        raise RequestTimeoutError(
+            "the request's timeout was up before its first token", hint="allow it more time, or retry under less load"
+        )
 
 
-def _total_usage(parsed: Common, generations: Sequence[Generation]) -> dict[str, int]:
+def _total_usage(parsed: Common, generations: Sequence[Generation]) -> dict[str, Any]:
     drawn = sum(g.num_output_tokens for g in generations)
     only_scored = isinstance(parsed, CompletionRequest) and parsed.prompt_only
-    return usage(sum(len(g.prompt_ids) for g in generations), 0 if only_scored else drawn)
+    prompted, cached = sum(len(g.prompt_ids) for g in generations), sum(g.cached_tokens for g in generations)
+    return usage(prompted, 0 if only_scored else drawn, cached)
 
 
 class _Chunks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hmac
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,7 @@ from tokenspeed.runtime.server.errors import (
     on_known_error,
     on_unexpected_error,
 )
+from tokenspeed.runtime.server.keys import names_tenants
 from tokenspeed.runtime.server.metrics import CONTENT_TYPE
 from tokenspeed.runtime.server.settings import ServerSettings
 from tokenspeed.runtime.server.state import ServerState
@@ -53,10 +55,10 @@ def create_app(state: ServerState) -> Starlette:
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
     ]
-    key = state.settings.api_key
+    keys = state.settings.api_keys
     app = Starlette(
         routes=routes,
-        middleware=[] if key is None else [Middleware(_ApiKey, key=key)],
+        middleware=[Middleware(_ApiKeys, keys=keys)] if keys else [],
         exception_handlers={
             TokenSpeedError: on_known_error,
             HTTPException: on_known_error,
@@ -68,23 +70,28 @@ def create_app(state: ServerState) -> Starlette:
     return app
 
 
-class _ApiKey:
-    """Asks for ``Authorization: Bearer <key>`` on every path that is not open."""
+class _ApiKeys:
+    """Asks for ``Authorization: Bearer <key>`` on every path that is not open, and notes the name of the key."""
 
-    def __init__(self, app: ASGIApp, key: str):
+    def __init__(self, app: ASGIApp, keys: Mapping[str, str]):
         self._app = app
-        self._expected = b"Bearer " + key.encode()
+        self._expected = {name: b"Bearer " + key.encode() for name, key in keys.items()}
+        self._names_tenants = names_tenants(keys)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in OPEN_PATHS:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
-            if not hmac.compare_digest(given, self._expected):
+            # Every key is compared, each in constant time: how long it takes says nothing about any.
+            names = [name for name, key in self._expected.items() if hmac.compare_digest(given, key)]
+            if not names:
                 error = ApiKeyError(
                     "the API key is wrong" if given else "an API key is needed: have no Authorization header",
-                    hint="send the header `Authorization: Bearer KEY` with the key that the server was started with",
+                    hint="send the header `Authorization: Bearer KEY` with a key that the server was started with",
                 )
                 await error_response(error)(scope, receive, send)
                 return
+            if self._names_tenants:
+                scope[api.TENANT] = names[0]
         await self._app(scope, receive, send)
 
 
@@ -187,4 +194,4 @@ def _plain(value: Any) -> dict[str, Any]:
 
 
 def _public_settings(settings: ServerSettings) -> dict[str, Any]:
-    return {**asdict(settings), "api_key": settings.api_key is not None}
+    return {**asdict(settings), "api_keys": len(settings.api_keys)}

@@ -34,6 +34,14 @@ class ApiKeyError(RequestError):
     code = "invalid_api_key"
 
 
+class RequestTimeoutError(TokenSpeedError):
+    """The time that a request allowed itself was up before its first token."""
+
+    http_status = 504
+    kind = "timeout_error"
+    code = "timeout"
+
+
 _CODES = {429: "queue_full", 503: "unavailable", 500: "internal_error", 404: "not_found", 405: "method_not_allowed"}
 
 
@@ -41,6 +49,8 @@ def error_body(error: BaseException) -> dict[str, Any]:
     """The JSON of ``error``. An unexpected exception tells the client nothing of our insides."""
     if isinstance(error, TokenSpeedError):
         code = getattr(error, "code", None) or _CODES.get(error.http_status)
+        if isinstance(error, QueueFullError) and error.of_tenant:
+            code = "key_queue_full"
         return _body(str(error), error.kind, getattr(error, "param", None), code)
     if isinstance(error, HTTPException):
         kind = "invalid_request_error" if error.status_code < 500 else "server_error"
@@ -59,8 +69,12 @@ def error_response(error: BaseException) -> Response:
         status = error.http_status
     elif isinstance(error, HTTPException):
         status, headers = error.status_code, dict(error.headers or {})
-    if isinstance(error, QueueFullError) or status == 503:
+    if isinstance(error, QueueFullError):
+        headers["retry-after"] = str(error.retry_after)
+    elif status == 503:
         headers["retry-after"] = "1"
+    if isinstance(error, RequestTimeoutError):
+        headers["x-should-retry"] = "false"  # OpenAI's clients retry a 5xx by themselves, and its time is up
     if isinstance(error, ApiKeyError):
         headers["www-authenticate"] = "Bearer"
     if isinstance(error, BodyTooLargeError):

@@ -90,6 +90,14 @@ class Fields:
             self.refuse(name, "a string", value)
         return value
 
+    def text(self, name: str, most_bytes: int) -> str:
+        """A string of at most ``most_bytes`` bytes of UTF-8; "" when it is absent."""
+        value = self.string(name) or ""
+        check_unicode(name, value)
+        if len(value.encode()) > most_bytes:
+            raise RequestError(f"{name} must be a string of at most {most_bytes} bytes", param=name)
+        return value
+
     def mapping(self, name: str) -> Mapping[str, Any]:
         value = self._body.get(name)
         if value is None:
@@ -176,7 +184,6 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "prompt_embeds": ((), "send text or token ids"),
     "suffix": (("",), "infilling is not supported: write the model's own infill tokens into the prompt"),
     "truncate_prompt_tokens": ((), "shorten the prompt before sending it"),
-    "priority": ((0,), "requests are served in order of arrival"),
 }
 """Known fields this server does not implement: the values that change nothing, and what to do instead."""
 

@@ -13,8 +13,8 @@ from typing import Any
 from tokenspeed.errors import RequestError
 from tokenspeed.runtime.chat import normalize_messages
 from tokenspeed.runtime.output import TextOptions
-from tokenspeed.runtime.request import SamplingParams
-from tokenspeed.runtime.sampling import Limits
+from tokenspeed.runtime.request import RequestOptions, SamplingParams
+from tokenspeed.runtime.sampling import MAX_KEY_BYTES, Limits, check_options
 from tokenspeed.runtime.server.fields import Fields, check_unicode, refuse_unsupported
 
 DEFAULT_COMPLETION_TOKENS = 16
@@ -28,6 +28,7 @@ class Common:
 
     Attributes:
         model: name asked for, or None.
+        scheduling: priority, share, timeout and cache key; the tenant is what the request says of its ``user``.
         usage: send usage with the last chunk of a stream; ``usage_always``: with every chunk.
         token_ids: return prompt and output token ids.
         token_id_names: write tokens of log-probabilities as ``token_id:123``.
@@ -36,6 +37,7 @@ class Common:
     model: str | None
     params: SamplingParams
     options: TextOptions
+    scheduling: RequestOptions
     stream: bool
     usage: bool
     usage_always: bool
@@ -149,12 +151,26 @@ def _common(fields: Fields, params: SamplingParams) -> dict[str, Any]:
             skip_special_tokens=fields.boolean("skip_special_tokens", True),
             include_stop_str_in_output=fields.boolean("include_stop_str_in_output", False),
         ),
+        "scheduling": _scheduling(fields),
         "stream": stream,
         "usage": usage.boolean("include_usage", False),
         "usage_always": always,
         "token_ids": fields.boolean("return_token_ids", False),
         "token_id_names": fields.boolean("return_tokens_as_token_ids", False),
     }
+
+
+def _scheduling(fields: Fields) -> RequestOptions:
+    priority = fields.integer("priority", 0)
+    assert priority is not None
+    options = RequestOptions(
+        priority=priority,
+        tenant=fields.text("user", MAX_KEY_BYTES),
+        timeout=None if fields.raw("timeout") is None else fields.number("timeout", 0.0),
+        cache_key=fields.text("cache_salt", MAX_KEY_BYTES),
+    )
+    check_options(options)
+    return options
 
 
 def _top_logprobs(fields: Fields, limits: Limits) -> int | None:

@@ -86,11 +86,12 @@ def _finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def usage(num_prompt_tokens: int, num_output_tokens: int) -> dict[str, int]:
+def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int) -> dict[str, Any]:
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_output_tokens,
         "total_tokens": num_prompt_tokens + num_output_tokens,
+        "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
     }
 
 
@@ -129,7 +130,8 @@ def chat_completion(
         if request.token_ids:
             choice["token_ids"] = list(output.token_ids)
         choices.append(choice)
-    extra: dict[str, Any] = {"usage": usage(len(prompt_ids), sum(len(o.token_ids) for o in outputs))}
+    drawn, cached = sum(len(o.token_ids) for o in outputs), outputs[0].cached_tokens or 0
+    extra: dict[str, Any] = {"usage": usage(len(prompt_ids), drawn, cached)}
     if request.params.prompt_logprobs is not None:
         extra["prompt_logprobs"] = answer.logprobs.prompt(outputs[0].prompt_logprobs or ())
     if request.token_ids:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import errno
 import socket
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from tokenspeed.errors import ResourceError, UsageError
 
@@ -16,7 +17,8 @@ class ServerSettings:
     Attributes:
         host: name or address to listen on.
         port: 0 picks a free one.
-        api_key: bearer token that every path but /health and / asks for; None asks for nothing.
+        api_keys: by name (see ``keys.py``), one of which every path but /health and / asks for as a bearer token;
+            none asks for nothing.
         served_names: names the model answers to instead of the artifact's own; the first is the one reported.
         drain_timeout: seconds that running requests get after SIGTERM.
         max_body_bytes: longest request body; more is answered with 413.
@@ -26,7 +28,7 @@ class ServerSettings:
 
     host: str = "127.0.0.1"
     port: int = 8000
-    api_key: str | None = None
+    api_keys: Mapping[str, str] = field(default_factory=dict)
     served_names: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     max_body_bytes: int = 32 << 20

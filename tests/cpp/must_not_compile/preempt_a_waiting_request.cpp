@@ -1,4 +1,4 @@
-// At most two steps are in flight.
+// A request that waits has no place to give up.
 // expected-error: no matching function for call to .apply
 #include "cache/page_pool.h"
 #include "cache/slot_pool.h"
@@ -8,9 +8,6 @@ using namespace tokenspeed::cache;
 using namespace tokenspeed::fsm;
 
 int main() {
-  PagePool pages(4);
-  auto plan = [&](InFlight<InFlight<Decoding>>&& twice) {
-    return apply(std::move(twice), PlanDecode{std::move(*pages.acquire(0))});
-  };
-  (void)plan;
+  auto misuse = [](Waiting&& waiting) { return apply(std::move(waiting), Preempt{}); };
+  (void)misuse;
 }

@@ -1,0 +1,18 @@
+// A page that is published belongs to the index: its lease must be given away.
+// expected-error: (cannot bind rvalue reference|rvalue reference to type|no known conversion).*PageLease
+#include "cache/page_pool.h"
+#include "cache/prefix_index.h"
+#include "cache/slot_pool.h"
+#include "fsm/transitions.h"
+
+using namespace tokenspeed::cache;
+using namespace tokenspeed::fsm;
+
+int main() {
+  PagePool pages(4);
+  PrefixIndex index(pages, {.page_size = 2});
+  const int32_t tokens[] = {1, 2};
+  auto path = index.take("", index.find("", tokens, 1));
+  auto page = pages.acquire(1);
+  index.publish(*path, tokens, *page);
+}

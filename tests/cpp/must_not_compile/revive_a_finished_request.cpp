@@ -1,0 +1,15 @@
+// Nothing follows the end.
+// expected-error: no matching function for call to .apply
+#include "cache/page_pool.h"
+#include "cache/slot_pool.h"
+#include "fsm/transitions.h"
+
+using namespace tokenspeed::cache;
+using namespace tokenspeed::fsm;
+
+int main() {
+  auto misuse = [](Finished&& finished, Place&& place) {
+    return apply(std::move(finished), Admit{std::move(place)});
+  };
+  (void)misuse;
+}
