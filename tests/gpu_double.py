@@ -24,6 +24,7 @@ from tokenspeed.step import align
 
 H200 = (0, "NVIDIA H200", "sm_90", 140 << 30, 13000)
 LOST = "the device NVIDIA H200 is lost: it has fallen off the bus"
+Moves = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 
 
 class GpuDouble:
@@ -35,6 +36,8 @@ class GpuDouble:
         lose: number of the step at which the device is lost.
         graphs_fail: whether no graph can be loaded.
         gate: steps run only while it is set.
+        moves_late: whether pages move just before their step runs, else as soon as they may: beside the steps in
+            flight.
     """
 
     free, total = 1 << 30, 2 << 30
@@ -42,6 +45,7 @@ class GpuDouble:
     lose: int | None = None
     graphs_fail = False
     gate = threading.Event()
+    moves_late = False
     made: list[GpuDouble]
 
     def __init__(self, backend: str, ordinal: int, io_sets: int, *, spin_seconds: float):
@@ -49,7 +53,7 @@ class GpuDouble:
         self._cpu = _native.CpuDevice(1)
         self._opened_on = threading.get_native_id()
         self._num_sets = io_sets
-        self._queue: queue.SimpleQueue[tuple[int, int, tuple[int, int, int], int] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[int, int, tuple[int, int, int], int] | Moves | None] = queue.SimpleQueue()
         self._done = threading.Condition()
         self._results: dict[int, BaseException | None] = {}
         self._busy: dict[int, int] = {}  # io set -> ticket
@@ -107,6 +111,17 @@ class GpuDouble:
         if self.graphs_fail:
             raise _native.DeviceError("the device NVIDIA H200 cannot instantiate a graph: out of memory")
         return int(self._cpu.load_graph(data, kv_page_stride))
+
+    def allocate_host_pages(self, num_pages: int, page_bytes: int) -> None:
+        self._cpu.allocate_host_pages(num_pages, page_bytes)
+
+    def move_pages(self, moves_out: list[tuple[int, int]], moves_in: list[tuple[int, int]]) -> None:
+        with self._done:
+            self._require_working()
+            if self.moves_late:
+                self._queue.put((moves_out, moves_in))
+                return
+        self._cpu.move_pages(moves_out, moves_in)
 
     def submit(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int, io_set: int) -> int:
         with self._done:
@@ -173,6 +188,9 @@ class GpuDouble:
 
     def _run(self) -> None:
         while (work := self._queue.get()) is not None:
+            if len(work) == 2:
+                self._cpu.move_pages(*work)
+                continue
             ticket, graph, sizes, io_set = work
             self.gate.wait()
             error: BaseException | None = None

@@ -445,6 +445,19 @@ class CpuDevice:
     def allocate(self, region: str, nbytes: int) -> None:
         """Allocate region kv, arena, io or state, zeroed. Raises DeviceError."""
 
+    def allocate_host_pages(self, num_pages: int, page_bytes: int) -> None:
+        """
+        Allocate the host tier: num_pages pages of host memory for pages of region kv, page_bytes each. Region kv is
+        allocated before. Raises DeviceError, saying what to change when memory is short.
+        """
+
+    def move_pages(self, moves_out: Sequence[tuple[int, int]], moves_in: Sequence[tuple[int, int]]) -> None:
+        """
+        Copy pages before the step that is submitted next: first each (device page, host page) of moves_out from the
+        device to the host, then each of moves_in from the host to the device. A list names a page once. Pages that a
+        step in flight uses are not to be among them. Raises DeviceError; what the pages hold is then unknown.
+        """
+
     def view(self, region: str) -> memoryview:
         """
         A region's bytes; writable, but for weights. It may outlive the device. Raises DeviceError.
@@ -474,7 +487,8 @@ class CpuDevice:
     def counters(self) -> dict[str, int | float]:
         """
         What the device has done so far: steps, nodes, graphs_loaded, regions_allocated, bytes_allocated,
-        bytes_settled, graphs_loaded_after_seal, allocations_after_seal, refused_after_seal, worker_sleeps, busy_seconds.
+        bytes_settled, graphs_loaded_after_seal, allocations_after_seal, refused_after_seal, pages_moved_out,
+        pages_moved_in, worker_sleeps, busy_seconds.
         """
 
     def close(self) -> None:

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "abi.h"
+#include "bindings/page_moves.h"
 #include "bindings/region_buffer.h"
 #include "device/ceilings.h"
 #include "device/cpu_device.h"
@@ -59,6 +60,8 @@ nb::dict counters_of(const CpuDevice& device) {
   dict["graphs_loaded_after_seal"] = c.graphs_loaded_after_seal;
   dict["allocations_after_seal"] = c.allocations_after_seal;
   dict["refused_after_seal"] = c.refused_after_seal;
+  dict["pages_moved_out"] = c.pages_moved_out;
+  dict["pages_moved_in"] = c.pages_moved_in;
   dict["worker_sleeps"] = c.worker_sleeps;
   dict["busy_seconds"] = c.busy_seconds;
   return dict;
@@ -97,6 +100,9 @@ void bind_cpu_device(nb::module_& m) {
            "happens to the file. Steps may run meanwhile, and close() ends it early. Does nothing the second time.")
       .def("allocate", &allocate,
            "region"_a, "nbytes"_a, "Allocate region kv, arena, io or state, zeroed. Raises DeviceError.")
+      .def("allocate_host_pages", &CpuDevice::allocate_host_pages, "num_pages"_a, "page_bytes"_a, Release(),
+           kAllocateHostPagesDoc)
+      .def("move_pages", &move_pages<CpuDevice>, "moves_out"_a, "moves_in"_a, kMovePagesDoc)
       .def("view", &view_of, "region"_a, nb::sig("def view(self, region: str) -> memoryview"),
            "A region's bytes; writable, but for weights. It may outlive the device. Raises DeviceError.")
       .def("load_graph", &load_graph, "data"_a, "kv_page_stride"_a,
@@ -114,7 +120,8 @@ void bind_cpu_device(nb::module_& m) {
       .def("seal", &CpuDevice::seal, "From here on allocate, load_weights and load_graph raise DeviceError.")
       .def("counters", &counters_of, nb::sig("def counters(self) -> dict[str, int | float]"),
            "What the device has done so far: steps, nodes, graphs_loaded, regions_allocated, bytes_allocated,\n"
-           "bytes_settled, graphs_loaded_after_seal, allocations_after_seal, refused_after_seal, worker_sleeps, busy_seconds.")
+           "bytes_settled, graphs_loaded_after_seal, allocations_after_seal, refused_after_seal, pages_moved_out,\n"
+           "pages_moved_in, worker_sleeps, busy_seconds.")
       .def("close", &CpuDevice::close, Release(), "Finish the steps in flight and end the workers; idempotent.")
       .def_prop_ro("num_workers", &CpuDevice::num_workers);
 }

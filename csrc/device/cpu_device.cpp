@@ -1,6 +1,7 @@
 #include "device/cpu_device.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "device/errors.h"
 
@@ -16,6 +17,31 @@ size_t largest_scratch() noexcept {
 void prepare_step(const Job& job) noexcept {
   auto* graph = static_cast<BoundGraph*>(job.context);
   graph->set_step({job.sizes[0], job.sizes[1], job.sizes[2]}, static_cast<uint64_t>(job.sizes[3]));
+}
+
+// Copies of pages in one direction, shared among workers in pieces: a single page keeps all of them busy.
+struct PageCopies {
+  static constexpr uint64_t kPieceBytes = 256 << 10;
+
+  std::span<const PageMove> moves;
+  std::byte* device;
+  std::byte* host;
+  uint64_t page_bytes;
+  bool is_out;
+};
+
+void copy_pages(const kernels::Invocation& inv) noexcept {
+  const PageCopies& copies = *inv.ptr<const PageCopies>(0);
+  const uint64_t pieces = (copies.page_bytes + PageCopies::kPieceBytes - 1) / PageCopies::kPieceBytes;
+  const uint64_t num_items = copies.moves.size() * pieces;
+  for (uint64_t item; (item = static_cast<uint64_t>(inv.claim())) < num_items;) {
+    const PageMove& move = copies.moves[item / pieces];
+    const uint64_t at = item % pieces * PageCopies::kPieceBytes;
+    std::byte* device = copies.device + static_cast<uint64_t>(move.device_page) * copies.page_bytes + at;
+    std::byte* host = copies.host + static_cast<uint64_t>(move.host_page) * copies.page_bytes + at;
+    const uint64_t nbytes = std::min(PageCopies::kPieceBytes, copies.page_bytes - at);
+    std::memcpy(copies.is_out ? host : device, copies.is_out ? device : host, nbytes);
+  }
 }
 
 }  // namespace
@@ -41,10 +67,14 @@ void CpuDevice::require_new(RegionKind kind) const {
                     ": a region is allocated once");
 }
 
-void CpuDevice::keep_region(RegionKind kind, std::shared_ptr<Region> region) {
+void CpuDevice::count_region(uint64_t nbytes) {
   ++regions_allocated_;
-  bytes_allocated_ += region->size();
+  bytes_allocated_ += nbytes;
   if (sealed_) ++allocations_after_seal_;
+}
+
+void CpuDevice::keep_region(RegionKind kind, std::shared_ptr<Region> region) {
+  count_region(region->size());
   regions_[static_cast<size_t>(kind)] = std::move(region);
 }
 
@@ -93,6 +123,18 @@ void CpuDevice::allocate(RegionKind kind, uint64_t nbytes) {
   if (kind == RegionKind::HostIo) throw DeviceError("region host_io is a GPU's: use io, which a CPU has beside it");
   require_new(kind);
   keep_region(kind, std::make_shared<Region>(std::string("region ") + region_name(kind), nbytes));
+}
+
+void CpuDevice::allocate_host_pages(int64_t num_pages, uint64_t page_bytes) {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  require_unsealed("allocate host pages");
+  if (host_pages_ != nullptr) throw DeviceError("host pages are allocated already: they are allocated once");
+  const Region* kv = regions_[static_cast<size_t>(RegionKind::Kv)].get();
+  const HostTier tier = HostTier::make(num_pages, page_bytes, kv == nullptr ? 0 : kv->size());
+  host_pages_ = std::make_unique<Region>("the host tier", tier.nbytes());
+  host_tier_ = tier;
+  count_region(tier.nbytes());
 }
 
 std::shared_ptr<Region> CpuDevice::region(RegionKind kind) const {
@@ -156,6 +198,39 @@ void CpuDevice::wait(Ticket ticket) {
   pool_.wait(ticket);
 }
 
+// One job of two tasks: workers leave the first before any enters the second, so that a page of the device, or of the
+// host, may leave and another come in its place.
+void CpuDevice::move_pages(std::span<const PageMove> out, std::span<const PageMove> in) {
+  PageCopies copies[2];
+  kernels::ArgValue args[2];
+  Task tasks[2];
+  size_t num_tasks = 0;
+  Ticket ticket;
+  {
+    const std::lock_guard lock(mutex_);
+    require_open();
+    host_tier_.check(out, "out");
+    host_tier_.check(in, "in");
+    std::byte* device = regions_[static_cast<size_t>(RegionKind::Kv)]->data();
+    const auto add = [&](std::span<const PageMove> moves, bool is_out) {
+      if (moves.empty()) return;
+      copies[num_tasks] = {moves, device, host_pages_->data(), host_tier_.page_bytes, is_out};
+      args[num_tasks].pointer = &copies[num_tasks];
+      tasks[num_tasks] = {copy_pages, &args[num_tasks], 1};
+      ++num_tasks;
+    };
+    add(out, true);
+    add(in, false);
+    if (num_tasks == 0) return;
+    Job job;
+    job.tasks = std::span(tasks, num_tasks);
+    ticket = pool_.submit(job);
+    pages_moved_out_ += out.size();
+    pages_moved_in_ += in.size();
+  }
+  pool_.wait(ticket);  // the moves are the caller's
+}
+
 std::vector<std::pair<std::string, double>> CpuDevice::profile(int graph, const StepSizes& sizes, uint64_t io_offset) {
   std::vector<double> seconds;
   Ticket ticket;
@@ -196,6 +271,8 @@ DeviceCounters CpuDevice::counters() const {
   c.graphs_loaded_after_seal = graphs_loaded_after_seal_;
   c.allocations_after_seal = allocations_after_seal_;
   c.refused_after_seal = refused_after_seal_;
+  c.pages_moved_out = pages_moved_out_;
+  c.pages_moved_in = pages_moved_in_;
   c.worker_sleeps = pool_.sleeps();
   c.busy_seconds = pool_.busy_seconds();
   return c;
@@ -211,6 +288,7 @@ void CpuDevice::close() noexcept {
   pool_.stop();
   const std::lock_guard lock(mutex_);
   regions_ = {};
+  host_pages_.reset();
 }
 
 }  // namespace tokenspeed::device

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "device/binding.h"
+#include "device/host_tier.h"
 #include "device/thread_pool.h"
 #include "device/weights.h"
 
@@ -22,6 +23,7 @@ struct DeviceCounters {
   uint64_t bytes_settled;             // of weights that lie in memory of their own
   uint64_t graphs_loaded_after_seal, allocations_after_seal;  // 0 as long as the device keeps its promise
   uint64_t refused_after_seal;        // attempts that it turned down
+  uint64_t pages_moved_out, pages_moved_in;
   uint64_t worker_sleeps;
   double busy_seconds;                // from a step's start to its end, summed
 };
@@ -38,6 +40,9 @@ class CpuDevice {
   // close() ends it early. Returns at once when there is nothing to move or another thread moves it.
   void settle();
   void allocate(RegionKind kind, uint64_t nbytes);
+  // Memory of the host tier, counted as a region: num_pages pages of page_bytes, the distance of pages in region kv.
+  // Throws DeviceError, also before region kv is allocated.
+  void allocate_host_pages(int64_t num_pages, uint64_t page_bytes);
   // The region's memory, which lives as long as the device or the pointer does, whichever is longer.
   std::shared_ptr<Region> region(RegionKind kind) const;
 
@@ -49,6 +54,11 @@ class CpuDevice {
   // The sizes must be within the graph's bucket, for which the build proved every access.
   Ticket submit(int graph, const StepSizes& sizes, uint64_t io_offset);
   void wait(Ticket ticket);
+
+  // Copies all pages of `out` from the device to the host, then all of `in` from the host to the device, behind the
+  // steps in flight; returns when that is done. Each page occurs once at most in `out`, and in `in`. Throws
+  // DeviceError, having moved nothing.
+  void move_pages(std::span<const PageMove> out, std::span<const PageMove> in);
 
   // Runs a step alone and returns the seconds of each node.
   std::vector<std::pair<std::string, double>> profile(int graph, const StepSizes& sizes, uint64_t io_offset);
@@ -62,6 +72,7 @@ class CpuDevice {
   void require_open() const;
   void require_unsealed(const std::string& what);
   void require_new(RegionKind kind) const;
+  void count_region(uint64_t nbytes);
   void keep_region(RegionKind kind, std::shared_ptr<Region> region);
   Job job_of(int graph, const StepSizes& sizes, uint64_t io_offset) const;
 
@@ -69,10 +80,13 @@ class CpuDevice {
   CpuFeatures cpu_;
   Regions regions_;
   std::vector<std::unique_ptr<BoundGraph>> graphs_;
+  HostTier host_tier_;
+  std::unique_ptr<Region> host_pages_;
   bool sealed_ = false, closed_ = false, loading_ = false;
   std::unique_ptr<Weights> unsettled_;
   std::atomic<bool> closing_{false};  // ends settle()
   uint64_t regions_allocated_ = 0, bytes_allocated_ = 0, bytes_settled_ = 0, graphs_loaded_ = 0;
+  uint64_t pages_moved_out_ = 0, pages_moved_in_ = 0;
   uint64_t graphs_loaded_after_seal_ = 0, allocations_after_seal_ = 0, refused_after_seal_ = 0;
   ThreadPool pool_;  // last: it stops before anything it uses goes
 };

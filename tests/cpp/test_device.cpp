@@ -507,4 +507,126 @@ TEST(memory_outlives_the_device_while_it_is_viewed) {
   io->data()[0] = std::byte{7};
 }
 
+namespace {
+
+// A device whose region kv has 6 pages, byte i of page p being p * 16 + i % 16, and 4 pages of host tier.
+struct TierDevice {
+  static constexpr uint64_t kPage = 300'001;  // two pieces, and no alignment
+
+  CpuDevice device{3, false};
+  std::byte* kv;
+
+  explicit TierDevice(uint64_t page_bytes = kPage) {
+    device.allocate(RegionKind::Kv, 6 * page_bytes + 5);
+    device.allocate_host_pages(4, page_bytes);
+    kv = device.region(RegionKind::Kv)->data();
+    for (int32_t page = 0; page < 6; ++page) fill(page, page, page_bytes);
+  }
+  void fill(int32_t page, int32_t what, uint64_t page_bytes = kPage) {
+    for (uint64_t i = 0; i < page_bytes; ++i) kv[static_cast<uint64_t>(page) * page_bytes + i] = byte_of(what, i);
+  }
+  bool holds(int32_t page, int32_t what, uint64_t page_bytes = kPage) const {
+    for (uint64_t i = 0; i < page_bytes; ++i) {
+      if (kv[static_cast<uint64_t>(page) * page_bytes + i] != byte_of(what, i)) return false;
+    }
+    return true;
+  }
+  static std::byte byte_of(int32_t what, uint64_t i) {
+    return static_cast<std::byte>(static_cast<uint64_t>(what) * 16 + i % 16);
+  }
+  void move(std::vector<PageMove> out, std::vector<PageMove> in) { device.move_pages(out, in); }
+};
+
+}  // namespace
+
+TEST(pages_move_to_the_host_and_back) {
+  for (const uint64_t page_bytes : {TierDevice::kPage, uint64_t{1}, uint64_t{64}, uint64_t{512 << 10}}) {
+    TierDevice d(page_bytes);
+    d.move({{1, 3}, {2, 0}, {5, 1}}, {});
+    for (const int32_t page : {1, 2, 5}) d.fill(page, 9, page_bytes);
+    // Page 0 leaves and another comes in its place; what leaves to host page 2 comes back from there.
+    d.move({{0, 2}}, {{0, 3}, {3, 0}, {1, 2}});
+    const int32_t expected[] = {1, 0, 9, 2, 4, 9};
+    for (int32_t page = 0; page < 6; ++page) CHECK(d.holds(page, expected[page], page_bytes));
+    d.move({}, {{5, 1}});
+    CHECK(d.holds(5, 5, page_bytes) && d.holds(4, 4, page_bytes));
+    d.move({}, {});
+    const DeviceCounters c = d.device.counters();
+    CHECK(c.pages_moved_out == 4 && c.pages_moved_in == 4 && c.steps == 0);
+    CHECK(c.regions_allocated == 2 && c.bytes_allocated == 10 * page_bytes + 5);
+  }
+}
+
+TEST(pages_move_behind_the_steps_in_flight) {
+  GatherDevice d;
+  d.device.allocate(RegionKind::Kv, 2 << 20);
+  d.device.allocate_host_pages(1, 1 << 20);
+  d.device.seal();
+  const std::vector<PageMove> moves = {{1, 0}};
+  const Ticket ticket = d.device.submit(d.graph, {0, 0, 3}, 0);
+  const int64_t before = num_allocations;
+  d.device.move_pages(moves, moves);
+  CHECK(num_allocations == before);
+  d.rows(0)[0] = 7;  // the step before is over
+  d.device.wait(d.device.submit(d.graph, {0, 0, 1}, 0));
+  CHECK(ticket == 1 && d.out(0)[0] == 28.0f && d.device.counters().steps == 2);
+}
+
+TEST(wrong_moves_say_what_is_wrong_and_move_nothing) {
+  TierDevice d;
+  d.device.seal();
+  CHECK(contains(error_of([&] { d.move({{0, 0}}, {{6, 0}}); }),
+                 "a page cannot move in: device page 6 of 6, host page 0 of 4, from 0"));
+  CHECK(contains(error_of([&] { d.move({{0, 0}, {1, 4}}, {}); }), "cannot move out: device page 1 of 6, host page 4"));
+  CHECK(contains(error_of([&] { d.move({{-1, 0}}, {}); }), "device page -1 of 6"));
+  CHECK(contains(error_of([&] { d.move({{0, -1}}, {}); }), "host page -1 of 4"));
+  CHECK(contains(error_of([&] { d.move(std::vector<PageMove>(5, {0, 0}), {}); }),
+                 "at most 4 pages can move out at once, each of them once, but 5 were asked for"));
+  CHECK(d.device.counters().pages_moved_out == 0 && d.device.counters().pages_moved_in == 0);
+  d.device.close();
+  CHECK(contains(error_of([&] { d.move({{0, 0}}, {}); }), "the device is closed"));
+}
+
+TEST(a_host_tier_that_cannot_be_is_refused) {
+  CpuDevice device(1, false);
+  CHECK(contains(error_of([&] { device.allocate_host_pages(1, 64); }), "of region kv, which is not allocated"));
+  device.allocate(RegionKind::Kv, 1024);
+  CHECK(contains(error_of([&] { device.allocate_host_pages(0, 64); }),
+                 "needs 1 to 2147483647 pages of 1 to 1024 bytes, the size of region kv, but 0 pages of 64 bytes"));
+  CHECK(contains(error_of([&] { device.allocate_host_pages(1, 0); }), "but 1 pages of 0 bytes"));
+  CHECK(contains(error_of([&] { device.allocate_host_pages(1, 1025); }), "but 1 pages of 1025 bytes"));
+  CHECK(contains(error_of([&] { device.allocate_host_pages(int64_t{1} << 31, 1); }), "but 2147483648 pages"));
+  device.close();
+  CpuDevice large(1, false);
+  large.allocate(RegionKind::Kv, 1 << 20);
+  const std::string error = error_of([&] { large.allocate_host_pages(INT32_MAX, 1 << 20); });
+  CHECK(contains(error, "the host tier needs 2147483647 pages of 1048576 bytes, but "));
+  CHECK(contains(error, " pages: lower --host-kv-gib, or free memory"));
+  CHECK(contains(error_of([&] { large.move_pages({}, std::vector<PageMove>{{0, 0}}); }), "there are no host pages"));
+  large.allocate_host_pages(1, 1 << 20);
+  CHECK(contains(error_of([&] { large.allocate_host_pages(1, 1 << 20); }), "host pages are allocated already"));
+  CHECK(large.counters().regions_allocated == 2);
+  large.seal();
+  CHECK(contains(error_of([&] { large.allocate_host_pages(1, 64); }), "sealed, so it cannot allocate host pages"));
+}
+
+TEST(moves_of_adjacent_pages_are_one_run) {
+  const auto runs_of = [](const std::vector<PageMove>& moves) {
+    std::vector<PageRun> runs;
+    merge_moves(moves, runs);
+    std::string text;
+    for (const PageRun& r : runs) {
+      text += std::to_string(r.device_page) + ":" + std::to_string(r.host_page) + "x";
+      text += std::to_string(r.num_pages) + " ";
+    }
+    return text;
+  };
+  CHECK(runs_of({}) == "");
+  CHECK(runs_of({{4, 9}}) == "4:9x1 ");
+  CHECK(runs_of({{6, 11}, {4, 9}, {5, 10}}) == "4:9x3 ");
+  CHECK(runs_of({{4, 1}, {6, 9}, {5, 8}}) == "4:1x1 5:8x2 ");
+  CHECK(runs_of({{4, 9}, {6, 10}, {7, 11}}) == "4:9x1 6:10x2 ");
+  CHECK(runs_of({{0, 2}, {1, 1}, {2, 0}}) == "0:2x1 1:1x1 2:0x1 ");
+}
+
 TEST_MAIN

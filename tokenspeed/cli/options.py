@@ -50,6 +50,10 @@ def add_load_options(parser: argparse.ArgumentParser) -> None:
         help="memory for KV pages (default: what is free on a GPU, a quarter of it on a CPU)",
     )  # fmt: skip
     group.add_argument(
+        "--host-kv-gib", type=float, default=0.0, metavar="GIB",
+        help="host memory for cached pages that find no room on the device (default: none)",
+    )  # fmt: skip
+    group.add_argument(
         "--verify",
         choices=("structure", "quick", "full"),
         default="quick",
@@ -77,6 +81,7 @@ def load_options(args: argparse.Namespace, *, settle: bool = True) -> LoadOption
         device=args.device,
         threads=args.threads,
         kv_gib=args.kv_gib,
+        host_kv_gib=args.host_kv_gib,
         verify=args.verify,
         pin=args.pin,
         settle=settle,

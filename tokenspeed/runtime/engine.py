@@ -7,6 +7,7 @@ stop strings, replicas) is decided above, in ``async_llm``.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import secrets
 import threading
@@ -20,7 +21,7 @@ from tokenspeed import _native
 from tokenspeed.errors import EngineClosedError, UsageError
 from tokenspeed.runtime import trace
 from tokenspeed.runtime.engine_info import EngineStats, info_of
-from tokenspeed.runtime.executor import DeviceError, InFlight, StepOutputs
+from tokenspeed.runtime.executor import DeviceError, InFlight, MoveError, StepOutputs
 from tokenspeed.runtime.guard import HostTimes, StepParts, after_ready, compilers
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.loader import load as load_artifact
@@ -46,8 +47,12 @@ AGING_SECONDS = 10.0
 MAX_AGING_SECONDS = 86400.0
 DEFAULT_OPTIONS = RequestOptions()
 
+MOVE_FAILURES = 3
+"""So many steps in a row whose pages could not move between device and host, and the host tier is given up."""
 HANG_SECONDS = 30.0
 """Closing gives the steps in flight this long; then the device hangs, and is left behind for the process to end."""
+
+_log = logging.getLogger("tokenspeed.engine")
 
 
 @dataclass(slots=True)
@@ -149,6 +154,7 @@ class Engine:
             max_in_flight=loaded.executor.io_sets,
             vocab_size=self.info.vocab_size,
             prefix_index=prefix_index,
+            num_host_pages=loaded.num_host_pages,
             cache_salt=loaded.artifact.digest,
             aging_ns=int(aging_seconds * 1e9),
         )
@@ -158,6 +164,8 @@ class Engine:
         self._num_asking_logprobs = self._num_with_timeout = 0  # live requests
         self._in_flight: deque[_Running] = deque()
         self._committed: deque[tuple[_native.Drawn, dict[int, TokenLogprobs]]] = deque()
+        self._failed_moves = 0  # in a row
+        self._num_host_pages = loaded.num_host_pages
         self.host_times = HostTimes()
         self.compilers_before = compilers()
         self.failure: str | None = None
@@ -290,7 +298,7 @@ class Engine:
             generation_tokens=self._generation_tokens,
             preemptions=s.num_preemptions,
             num_cached_pages=s.num_cached_pages,
-            num_host_pages=self._config.num_host_pages,
+            num_host_pages=self._num_host_pages,
             num_host_pages_used=s.num_host_pages_used,
             waiting_by_priority=self.waiting_room.by_priority,
             oldest_wait_seconds=s.oldest_wait(time.monotonic_ns()) * 1e-9,
@@ -436,6 +444,9 @@ class Engine:
             if is_lost(e):
                 raise
             started = e  # its requests end when its turn comes: steps end in order
+        else:
+            if step.num_moves:
+                self._failed_moves = 0
         submitted = time.perf_counter()
         self._in_flight.append(_Running(step, started, began, planned, submitted))
         return step
@@ -468,6 +479,8 @@ class Engine:
                 raise
             for request_id in self._scheduler.fail_step(step.id):
                 self._end(request_id, FinishReason.ERROR, f"the device failed: {e}")
+            if isinstance(e, MoveError):
+                self._note_failed_move(e)
             return
         done = time.perf_counter()
         drawn = self._scheduler.commit(step.id, outputs.tokens)
@@ -479,6 +492,14 @@ class Engine:
         running.finished(self.host_times, done, committed)
         if self._executor.io_sets == 1:
             self._publish_committed()
+
+    def _note_failed_move(self, error: MoveError) -> None:
+        self._failed_moves += 1
+        _log.warning("a step failed: %s", error)
+        if self._failed_moves == MOVE_FAILURES:
+            self._scheduler.drop_host_tier()
+            self._num_host_pages = 0
+            _log.error("the host tier is given up after %d failures in a row; requests go on without", MOVE_FAILURES)
 
     def _collect_logprobs(self, step: Any, outputs: StepOutputs) -> dict[int, TokenLogprobs]:
         """Of the drawn rows, by request; those of prompt rows go to their request."""

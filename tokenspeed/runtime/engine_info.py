@@ -28,14 +28,15 @@ class EngineInfo:
     device: str
     threads: int
     artifact_digest: str
+    num_host_pages: int = 0
 
 
 @dataclass
 class EngineStats:
     """A snapshot. Counters run from the engine's start; ``device`` holds the device's own counters, ``after_ready``
     those of what a closed runtime never does, ``scheduler`` the scheduler's, and ``host`` the host's seconds by part of
-    a step. Free pages are to be had at once; the
-    cached ones among them hold a prefix, which no request uses now."""
+    a step. Free pages are to be had at once; the cached ones among them hold a prefix, which no request uses now. There
+    are no host pages any more once moving pages has failed too often."""
 
     num_running: int
     num_waiting: int
@@ -75,4 +76,5 @@ def info_of(loaded: Loaded) -> EngineInfo:
         device=loaded.place,
         threads=loaded.threads,
         artifact_digest=loaded.artifact.digest,
+        num_host_pages=loaded.num_host_pages,
     )

@@ -22,6 +22,10 @@ _FORMATS: dict[str, Any] = {"int32": "i", "int64": "q", "uint64": "Q", "float32"
 DeviceError = _native.DeviceError
 
 
+class MoveError(DeviceError):
+    """Pages could not be moved between the device and the host; the step for which they were to move did not start."""
+
+
 class Step(Protocol):
     """What the scheduler plans. Its inputs (``tokenspeed.step``) lie in io set ``id`` modulo the number of sets."""
 
@@ -33,6 +37,12 @@ class Step(Protocol):
     def num_seqs(self) -> int: ...
     @property
     def num_logit_rows(self) -> int: ...
+    @property
+    def num_moves(self) -> int: ...
+    @property
+    def moves_out(self) -> Sequence[tuple[int, int]]: ...  # (device page, host page), likewise moves_in
+    @property
+    def moves_in(self) -> Sequence[tuple[int, int]]: ...
 
 
 class MovableStep(Step, Protocol):
@@ -101,11 +111,22 @@ class Executor:
         step.copy_to(self.sets[step.id % self.io_sets], self.input_offsets)
 
     def submit(self, step: Step) -> InFlight:
-        """Start ``step`` behind those in flight."""
+        """Start ``step`` behind those in flight, once its pages have moved. Raises _native.DeviceError; MoveError when
+        it is for the pages that the step cannot run."""
+        if step.num_moves:
+            self._move_pages(step)
         io_set = step.id % self.io_sets
         tokens, seqs, rows = step.num_tokens, step.num_seqs, step.num_logit_rows
         # The last argument: number of the io set on a GPU, its offset (always 0: there is one) on a CPU.
         return InFlight(self.device.submit(self.graph_for(step), tokens, seqs, rows, io_set), io_set, rows)
+
+    def _move_pages(self, step: Step) -> None:
+        try:
+            self.device.move_pages(step.moves_out, step.moves_in)
+        except _native.DeviceLostError:
+            raise
+        except DeviceError as e:
+            raise MoveError(f"pages could not move between device and host: {e}") from None
 
     def profile(self, step: Step) -> list[tuple[str, float]]:
         """Run ``step`` once, timing each node: (name, seconds) in order. Nothing else may be in flight."""

@@ -20,7 +20,7 @@ from tokenspeed.artifact import DEVICE_ABI, DEVICE_LIBRARY, NATIVE_LIBRARY, Arti
 from tokenspeed.errors import ArtifactError, ResourceError, UsageError
 from tokenspeed.runtime import drivers, trace
 from tokenspeed.runtime.executor import Executor
-from tokenspeed.runtime.places import FilePlace, Place, choose_place
+from tokenspeed.runtime.places import FilePlace, Place, available_memory, choose_place
 from tokenspeed.runtime.tokenizer import Tokenizer
 from tokenspeed.target import Target
 
@@ -38,6 +38,7 @@ and graphs are made, which needs no lock."""
 class LoadOptions:
     """How to load. ``target`` None takes the best that this machine runs, and ``device`` None its first GPU of that
     kind; ``threads`` None uses every core this process may use; ``kv_gib`` None sizes the KV pages from free memory;
+    ``host_kv_gib`` is the size of the host tier, to which cached pages go that the device has no room for;
     ``verify`` is one of tokenspeed.artifact.VERIFY_LEVELS. On a CPU weights begin as pages of the artifact's file, and
     settle in memory of their own: ``settle`` waits for that, otherwise it goes on beside the first requests, which
     makes ready sooner and the first second slower. ``opened`` is set once the artifact is open: from then on loading
@@ -48,6 +49,7 @@ class LoadOptions:
     device: int | None = None
     threads: int | None = None
     kv_gib: float | None = None
+    host_kv_gib: float = 0.0
     verify: str = "quick"
     pin: bool = False
     settle: bool = True
@@ -79,6 +81,7 @@ class Loaded:
     place: str
     seconds: dict[str, float] = field(default_factory=dict)
     ceilings: dict[str, LoadedCeiling] = field(default_factory=dict)
+    num_host_pages: int = 0
 
 
 def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Loaded:
@@ -126,6 +129,7 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
         place.describe(),
         seconds,
         preparation.ceilings,
+        preparation.num_host_pages,
     )
 
 
@@ -139,6 +143,7 @@ class _Preparation:
         graphs: handles parallel to ``section.buckets``.
         ceilings: by kind.
         num_pages: KV pages.
+        num_host_pages: those of the host tier.
         target: the name of the section's target; None while that is not known.
         chosen: set once it is, or never will be.
         weights_on_their_way: set once their loading has begun and nothing else of the device waits for the
@@ -151,6 +156,7 @@ class _Preparation:
     graphs: list[int]
     ceilings: dict[str, LoadedCeiling]
     num_pages: int
+    num_host_pages: int
 
     def __init__(self, artifact: Artifact, options: LoadOptions, seconds: dict[str, float]):
         self._artifact = artifact
@@ -188,18 +194,25 @@ class _Preparation:
             raise
 
     def _fill(self) -> None:
-        options = self._options
-        self.num_pages = plan_pages(
-            self._artifact, self.section, options.kv_gib, self.place, self.place.available(self.device)
-        )
+        options, place, section = self._options, self.place, self.section
+        self.num_host_pages = plan_host_pages(section, options.host_kv_gib, available_memory())
+        available = place.available(self.device)
+        if place.is_host:
+            available -= self.num_host_pages * section.kv_page_bytes
+        self.num_pages = plan_pages(self._artifact, section, options.kv_gib, place, available)
         weights = _Background("tokenspeed-weights", self._load_weights)
+        beside = [weights]
         try:
             self._wait_for_weights_region(weights)
             self._allocate()
+            if self.num_host_pages:  # pinning takes a GPU's driver as long as it takes to load everything else
+                beside.append(_Background("tokenspeed-host-pages", self._allocate_host_pages))
             self._load_files()
         finally:
-            weights.join()
-        weights.result()
+            for work in beside:
+                work.join()
+        for work in beside:
+            work.result()
         if options.measure:
             self.place.time_steps(self.device)
         self.device.seal()
@@ -241,6 +254,13 @@ class _Preparation:
                 self.place.allocate_io(device, section)
             except _native.DeviceError as e:  # a limit that the place does not see, such as `ulimit -v`
                 raise ResourceError(f"cannot allocate memory: {e}", hint="lower --kv-gib") from None
+
+    def _allocate_host_pages(self) -> None:
+        try:
+            with _timed(self._seconds, "host pages"):
+                self.device.allocate_host_pages(self.num_host_pages, self.section.kv_page_bytes)
+        except _native.DeviceError as e:
+            raise ResourceError(f"cannot allocate the host tier: {e}", hint="lower --host-kv-gib") from None
 
     def _load_files(self) -> None:
         """Code objects, then graphs: those of the buckets, and of what is measured."""
@@ -316,6 +336,32 @@ def plan_pages(artifact: Artifact, section: TargetSection, kv_gib: float | None,
             f" {_gib(fixed)} of them go to weights and buffers): {_gib(one_sequence - budget)} are missing",
             hint=(place.free_hint if kv_gib is None else "raise --kv-gib")
             + (f", or rebuild with `tokenspeed build --max-model-len {fits}`" if fits else ""),
+        )
+    return int(pages)
+
+
+def plan_host_pages(section: TargetSection, host_kv_gib: float, available: int) -> int:
+    """How many pages the host tier has: as many as fit in ``host_kv_gib``, none for 0.
+
+    Args:
+        available: bytes of the host's memory that are free.
+
+    Raises UsageError for a size that holds no page, ResourceError for one that the host does not have.
+    """
+    if not 0 <= host_kv_gib < 1 << 24:
+        raise UsageError(f"the host tier is {host_kv_gib} GiB; it must be 0 or more and at most what the memory holds")
+    budget = int(host_kv_gib * (1 << 30))
+    pages = budget // section.kv_page_bytes
+    if host_kv_gib > 0 and pages == 0:
+        raise UsageError(
+            f"the host tier is {host_kv_gib} GiB, and one KV page takes {_gib(section.kv_page_bytes)}",
+            hint="raise --host-kv-gib, or leave it out",
+        )
+    if budget > available:
+        raise ResourceError(
+            f"the host tier needs {_gib(budget)}, and {_gib(available)} of the host's memory are free:"
+            f" {_gib(budget - available)} are missing",
+            hint="lower --host-kv-gib, or free memory",
         )
     return int(pages)
 

@@ -50,6 +50,8 @@ class Place(Protocol):
     @property
     def kv_share(self) -> float: ...  # of what is free beside weights and buffers, that KV pages may take
     @property
+    def is_host(self) -> bool: ...  # whether KV pages lie in the host's memory, as those of the host tier do
+    @property
     def memory(self) -> str: ...  # in errors: "memory", "memory of GPU 0"
     @property
     def free_hint(self) -> str: ...  # what to do when it is too little
@@ -184,6 +186,7 @@ class CpuPlace:
 
     io_sets = 1
     kv_share = KV_SHARE_OF_HOST
+    is_host = True
     memory = "memory"
     free_hint = "free memory"
 
@@ -247,6 +250,7 @@ class GpuPlace:
     io_sets = STEPS_IN_FLIGHT
     threads = 0
     kv_share = 1.0
+    is_host = False
 
     def __init__(self, gpu: Gpu):
         self.gpu = gpu

@@ -77,6 +77,9 @@ class MadeStep:
     num_tokens: int = 0
     num_seqs: int = 0
     num_logit_rows: int = 0
+    num_moves: int = 0
+    moves_out: Sequence[tuple[int, int]] = ()
+    moves_in: Sequence[tuple[int, int]] = ()
     _arrays: dict[str, array[Any]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
