@@ -278,6 +278,8 @@ def test_the_picture_of_runs() -> None:
     assert len(lines_of(svg)) == 2 * 6
     for points in lines_of(svg):
         assert all(64 <= x <= 504 and 34 <= y <= 256 for x, y in points)
+    longest = max(lines_of(svg), key=len)
+    assert 100 < len(longest) <= 240
     failed = report(simulate([TraceRequest(0, 16000, 500)], DEPLOYMENT, MODEL, Fleet()))
     assert "nothing to show" in draw("none", [failed])
 

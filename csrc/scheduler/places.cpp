@@ -116,7 +116,8 @@ void Scheduler::publish_full_pages(Request& request, int32_t num_positions) {
 }
 
 void Scheduler::free_retired() {
-  while (!retired_.empty() && retired_.front().last_step < oldest_id_) retired_.pop_front();
+  const auto is_read = [&](const Retired& retired) { return retired.last_step >= oldest_id_; };
+  retired_.erase(retired_.begin(), std::find_if(retired_.begin(), retired_.end(), is_read));
 }
 
 }  // namespace tokenspeed::scheduler

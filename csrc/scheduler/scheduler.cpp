@@ -62,6 +62,7 @@ Scheduler::Scheduler(const SchedulerConfig& config, const std::vector<StepMemory
   drawn_.reserve(num_seqs);
   ended_.reserve(num_seqs);
   preempted_.reserve(num_seqs);
+  retired_.reserve(num_seqs);
   for (size_t i = 0; i < num_steps; ++i) {
     in_flight_[i].step = std::make_unique<Step>(config_, io.empty() ? nullptr : &io[i]);
     in_flight_[i].entries.reserve(num_seqs);

@@ -5,7 +5,6 @@
 
 #include <array>
 #include <cstdint>
-#include <deque>
 #include <memory>
 #include <span>
 #include <stdexcept>
@@ -205,7 +204,7 @@ class Scheduler {
   std::vector<DecodeLane> lanes_;
   Request* prefilling_ = nullptr;  // the one prefill that is not complete
   std::vector<Request*> by_rank_;  // of one plan
-  std::deque<Retired> retired_;
+  std::vector<Retired> retired_;   // in order of last_step
 
   // The waiting request that lacked pages last, and how many were to be had: until there are more it is not asked again.
   const Request* short_of_pages_ = nullptr;

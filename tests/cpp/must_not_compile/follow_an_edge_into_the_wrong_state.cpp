@@ -1,5 +1,5 @@
 // The type of the next state is part of the edge: a preempted request is no decoding one.
-// expected-error: (conversion from .*Preempted.* to non-scalar type .*Decoding|no viable conversion.*Preempted.*Decoding)
+// expected-error: (conversion from .*Preempted.* to .*Decoding|no viable conversion.*Preempted.*Decoding)
 #include "cache/page_pool.h"
 #include "cache/slot_pool.h"
 #include "fsm/transitions.h"
