@@ -1,116 +1,23 @@
-"""A simple model of the scheduler and of the device behind it, to hold the real scheduler against.
+"""A simple model of the scheduler, to hold the real scheduler against.
 
-The model knows the rules of docs/scheduler.md and checks every step that the scheduler plans. The device keeps
-one token per KV position and draws from what it *reads there*: a wrong page, position, slot or chunk changes the
-stream. What a request must stream follows from its prompt and seed alone, so neither preemption nor company may
-change it.
+The model knows the rules of docs/scheduler.md and checks every step that the scheduler plans. The device behind it
+(tests/scheduler_device.py) draws from what it reads. What a request must stream follows from its prompt and seed alone,
+so neither preemption, company nor cached pages may change it.
 """
 
 from __future__ import annotations
 
 import random
-from array import array
-from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
-from zlib import crc32
+
+from scheduler_device import VOCAB, Device, expected_stream, pages_for
 
 from tokenspeed import _native
 
-VOCAB = 11
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed")
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 NO_PENALTIES = (1.0, 0.0, 0.0)
-
-
-def draw(seed: int, context: list[int]) -> int:
-    """The token after ``context``: a fixed function of the seed and all tokens before it."""
-    return crc32(array("i", context).tobytes(), seed & 0xFFFFFFFF) % VOCAB
-
-
-def expected_stream(prompt: list[int], seed: int, max_new: int, stops: list[int]) -> list[tuple[int, str | None]]:
-    known = list(prompt)
-    stream: list[tuple[int, str | None]] = []
-    while True:
-        token = draw(seed, known)
-        known.append(token)
-        finish = "stop" if token in stops else "length" if len(stream) + 1 == max_new else None
-        stream.append((token, finish))
-        if finish is not None:
-            return stream
-
-
-def tokens_of(context: list[int], prompt_len: int) -> tuple[int, set[int], Counter[int]]:
-    """What penalties look at: the tokens of the prompt, and how often each was drawn."""
-    return prompt_len, set(context[:prompt_len]), Counter(context[prompt_len:])
-
-
-def pages_for(positions: int, page_size: int) -> int:
-    return -(-positions // page_size)
-
-
-class Device:
-    """Runs steps in order. KV memory and last-token table start with garbage, which would show in a stream.
-
-    (Where a step failed, a later one already in flight may well read garbage for requests that ended with it.)
-    """
-
-    GARBAGE = -99
-
-    def __init__(self, config: Any):
-        self.page_size: int = config.page_size
-        self.row = pages_for(config.max_model_len, config.page_size)
-        self.kv = [self.GARBAGE] * (config.num_pages * config.page_size)
-        self.last_tokens = [self.GARBAGE] * config.max_num_seqs
-        self.counts = [Counter({self.GARBAGE: 1}) for _ in range(config.max_num_seqs)]
-        self.in_prompt = [{self.GARBAGE} for _ in range(config.max_num_seqs)]
-
-    def index(self, table: memoryview[int], position: int) -> int:
-        return table[position // self.page_size] * self.page_size + position % self.page_size
-
-    def run(self, step: Any) -> array[int]:
-        out = array("i", [0] * step.num_logit_rows)
-        row_of = {token_row: r for r, token_row in enumerate(step.logit_rows)}
-        for s in range(step.num_seqs):
-            table = step.page_table[s * self.row : (s + 1) * self.row]
-            counted = self.count(step, s)
-            for t in range(step.cu_seqlens[s], step.cu_seqlens[s + 1]):
-                token, position = step.token_ids[t], step.positions[t]
-                if token < 0:
-                    token = self.last_tokens[-1 - token]
-                assert step.slot_mapping[t] == self.index(table, position)
-                self.kv[step.slot_mapping[t]] = token
-                if t not in row_of:
-                    continue
-                r = row_of[t]
-                context = [self.kv[self.index(table, p)] for p in range(position + 1)]
-                assert step.draw_position[r] == position + 1
-                target = step.logit_target[r]
-                out[r] = draw(step.seed[r], context) if target < 0 else target
-                if target < 0 and counted is not None and counted != tokens_of(context, counted[0]):
-                    out[r] = (out[r] + 1) % VOCAB  # whoever counts wrongly draws wrongly
-                if step.state_slot[r] >= 0:
-                    self.last_tokens[step.state_slot[r]] = out[r]
-            assert step.context_lens[s] == step.positions[step.cu_seqlens[s + 1] - 1] + 1
-        return out
-
-    def count(self, step: Any, s: int) -> tuple[int, set[int], Counter[int]] | None:
-        """Enter the tokens of sequence ``s`` where penalties count them: what ``tokens_of`` its context should be."""
-        for a in range(len(step.adjust_seq)):
-            slot = step.count_slot[a]
-            if step.adjust_seq[a] != s or slot < 0:
-                continue
-            begin, end, prompt_len = step.cu_seqlens[s], step.cu_seqlens[s + 1], step.prompt_lens[a]
-            if step.positions[begin] == 0:
-                self.counts[slot], self.in_prompt[slot] = Counter(), set()
-            for t in range(begin, end):
-                token = step.token_ids[t] if step.token_ids[t] >= 0 else self.last_tokens[-1 - step.token_ids[t]]
-                if step.positions[t] < prompt_len:
-                    self.in_prompt[slot].add(token)
-                else:
-                    self.counts[slot][token] += 1
-            return prompt_len, self.in_prompt[slot], self.counts[slot]
-        return None
 
 
 @dataclass
@@ -123,10 +30,14 @@ class Request:
     expected: list[tuple[int, str | None]]
     max_new: int
     adjustments: dict[str, Any]
+    deadline: int | None
+    state: str = "waiting"
+    planned: int = 0  # positions
+    num_flying: int = 0  # steps in flight
     num_drawn: int = 0
     num_drawing: int = 0  # in flight
     num_prompt_rows: int = 0
-    pages: list[int] = field(default_factory=list)
+    drawn_at_preemption: int = -1
     slot: int = -1
 
     @property
@@ -152,13 +63,22 @@ class Harness:
         self.config = config
         self.scheduler = _native.Scheduler(config)
         self.device = Device(config)
-        self.live: dict[int, Request] = {}  # in arrival order
-        self.draining: dict[int, Request] = {}  # ended, but a step in flight still uses their pages
+        self.requests: dict[int, Request] = {}  # whom the scheduler knows, in arrival order
         self.flying: list[tuple[Any, list[int]]] = []  # steps in flight, and the requests in each
+        self.preempted: list[int] = []  # since the last step
+        self.cached: set[int] = set()  # hashes, as the events tell
+        self.num_hits = self.num_restored = 0
+        self.now = 0
         self.next_id = 1
 
     def statuses(self) -> dict[int, Status]:
         return {id_: Status(*rest) for id_, *rest in self.scheduler.requests()}
+
+    def live(self) -> dict[int, Request]:
+        return {id_: request for id_, request in self.requests.items() if request.state != "draining"}
+
+    def count(self, *states: str) -> int:
+        return sum(request.state in states for request in self.requests.values())
 
     # -- what may be done ------------------------------------------------------------------------------
 
@@ -168,10 +88,12 @@ class Harness:
         max_new: int,
         seed: int,
         *,
-        logprobs: int,
-        prompt_logprobs: int,
+        logprobs: int = -1,
+        prompt_logprobs: int = -1,
         stops: list[int],
         adjustments: dict[str, Any] | None = None,
+        deadline: int | None = None,
+        **queue: int,
     ) -> None:
         id_, self.next_id = self.next_id, self.next_id + 1
         sampling = {"temperature": seed % 3 / 2, "top_p": 0.5 + seed % 2 / 2, "top_k": seed % 5, "min_p": seed % 4 / 4}
@@ -181,15 +103,17 @@ class Harness:
             num_logprobs=logprobs,
             num_prompt_logprobs=prompt_logprobs,
             stop_token_ids=stops,
+            deadline_ns=deadline,
             **sampling,
             **(adjustments or {}),
+            **queue,
         )
         total = len(prompt) + max_new
         servable = total <= self.config.max_model_len
         servable = servable and pages_for(total, self.config.page_size) <= self.config.num_pages
-        full = self.scheduler.num_waiting >= self.config.max_waiting
+        full = self.count("waiting") >= self.config.max_waiting
         try:
-            self.scheduler.submit(id_, prompt, params)
+            self.scheduler.submit(id_, prompt, params, self.now)
         except ValueError:
             assert not servable
         except _native.QueueFull:
@@ -197,149 +121,212 @@ class Harness:
         else:
             assert servable and not full
             expected = expected_stream(prompt, seed, max_new, stops)
-            self.live[id_] = Request(
-                id_, prompt, sampling, logprobs, prompt_logprobs, expected, max_new, adjustments or {}
+            self.requests[id_] = Request(
+                id_, prompt, sampling, logprobs, prompt_logprobs, expected, max_new, adjustments or {}, deadline
             )
-        self.check_conservation()
+        self.check()
 
     def plan(self) -> bool:
         """One next_step; whether there was one."""
-        before = self.statuses()
-        step = self.scheduler.next_step()
+        step = self.scheduler.next_step(self.now)
         after = self.statuses()
         if step is None:
-            assert self.flying or not self.live, "with no step in flight, the oldest request can always run"
-            return False
-        members = self.check_step(step, before, after)
-        self.flying.append((step, members))
-        self.check_conservation()
-        return True
+            assert self.flying or not self.live(), "with no step in flight, some request can run"
+            for id_, status in after.items():
+                if status.state == "preempted" != self.requests[id_].state:
+                    self.has_lost_its_place(id_)
+        else:
+            assert len(self.flying) < self.config.max_in_flight
+            self.flying.append((step, self.check_step(step, after)))
+        self.check()
+        return step is not None
 
     def commit(self) -> None:
         step, members = self.flying.pop(0)
         tokens = self.device.run(step)
+        rows = [id_ for id_, is_prompt_row, _ in step.rows if not is_prompt_row and id_ in self.live()]
         drawn = self.scheduler.commit(step.id, memoryview(tokens))
-        rows = [id_ for id_, is_prompt_row, _ in step.rows if not is_prompt_row and id_ in self.live]
         assert [id_ for id_, _, _ in drawn] == rows
         for id_, token, finish in drawn:
-            request = self.live[id_]
+            request = self.requests[id_]
             assert (token, finish) == request.expected[request.num_drawn]
             request.num_drawn += 1
             request.num_drawing -= 1
             if finish is not None:
                 self.end(id_)
-        self.forget(members)
-        self.check_conservation()
+        self.release(members)
+        self.check()
 
     def fail(self) -> None:
         step, members = self.flying.pop(0)
+        self.device.fail(step)
+        moved = step.num_moves > 0
         failed = self.scheduler.fail_step(step.id)
-        assert failed == [id_ for id_ in members if id_ in self.live]
+        mine = [id_ for id_ in members if id_ in self.live()]
+        assert failed[: len(mine)] == mine and (moved or failed == mine)
         for id_ in failed:
             self.end(id_)
-        self.forget(members)
-        self.check_conservation()
+        self.release(members)
+        self.check()
 
     def abort(self, id_: int) -> None:
-        assert self.scheduler.abort(id_) == (id_ in self.live)
-        if id_ in self.live:
+        assert self.scheduler.abort(id_) == (id_ in self.live())
+        if id_ in self.live():
             self.end(id_)
-        self.check_conservation()
+        self.check()
+
+    def preempt(self, id_: int) -> None:
+        request = self.requests.get(id_)
+        can = request is not None and request.state in ("prefilling", "decoding") and request.num_flying == 0
+        can = can and request.num_drawn > request.drawn_at_preemption
+        assert self.scheduler.preempt(id_) == can
+        if can:
+            self.has_lost_its_place(id_)
+        self.check()
+
+    def wait(self, ns: int) -> None:
+        self.now += ns
+        due = [(r.deadline, id_) for id_, r in self.live().items() if r.deadline is not None and r.deadline <= self.now]
+        assert self.scheduler.expire(self.now) == [id_ for _, id_ in sorted(due)]
+        for _, id_ in due:
+            self.end(id_)
+        self.check()
 
     def drain(self) -> None:
-        """Runs until idle, within a bound that holds only if the oldest request moves on in every round."""
-        bound = 2 * sum(len(request.prompt) + request.max_new for request in self.live.values()) + 4
+        """Runs until idle, within a bound that holds only if no request waits without end."""
+        bound = 4 * sum(len(request.prompt) + request.max_new for request in self.requests.values()) + 4
         for _ in range(bound):
             if self.scheduler.is_idle:
                 break
             while self.plan():
                 pass
             self.commit()
-        assert self.scheduler.is_idle and not self.live and not self.draining
-        assert self.scheduler.num_free_pages == self.config.num_pages
+        assert self.scheduler.is_idle and not self.requests
+        assert self.scheduler.num_free_pages + self.scheduler.num_cached_pages == self.config.num_pages
 
     # -- bookkeeping -----------------------------------------------------------------------------------
 
     def end(self, id_: int) -> None:
-        request = self.live.pop(id_)  # KeyError: it ended twice
-        if any(id_ in members for _, members in self.flying):
-            self.draining[id_] = request
+        request = self.requests[id_]
+        assert request.state != "draining", "it ended twice"
+        request.state = "draining"
+        if request.num_flying == 0:
+            del self.requests[id_]
 
-    def forget(self, members: list[int]) -> None:
+    def release(self, members: list[int]) -> None:
         for id_ in members:
-            if id_ in self.draining and not any(id_ in others for _, others in self.flying):
-                del self.draining[id_]
+            request = self.requests[id_]
+            request.num_flying -= 1
+            if request.num_flying == 0 and request.state == "draining":
+                del self.requests[id_]
+
+    def has_lost_its_place(self, id_: int) -> None:
+        request = self.requests[id_]
+        assert request.num_flying == 0 and request.num_drawn > request.drawn_at_preemption
+        request.drawn_at_preemption = request.num_drawn
+        request.state, request.planned, request.slot = "preempted", 0, -1
+        self.preempted.append(id_)
 
     # -- the rules -------------------------------------------------------------------------------------
 
-    def check_conservation(self) -> None:
+    def check(self) -> None:
+        """What always holds."""
         statuses = self.statuses()
-        assert set(statuses) == set(self.live) | set(self.draining)
+        assert list(statuses) == list(self.requests)
         for id_, status in statuses.items():
-            assert status.num_pages == pages_for(status.positions, self.config.page_size)
-            assert status.in_flight == sum(id_ in members for _, members in self.flying)
-            assert (status.state == "draining") == (id_ in self.draining)
-        held = sum(status.num_pages for status in statuses.values())
-        assert held == self.config.num_pages - self.scheduler.num_free_pages
-        waiting = [id_ for id_, status in statuses.items() if status.state == "waiting"]
-        running = [id_ for id_, status in statuses.items() if status.state in ("prefilling", "decoding")]
-        assert (len(waiting), len(running)) == (self.scheduler.num_waiting, self.scheduler.num_running)
-        assert not running or not waiting or max(running) < min(waiting)  # ids are in arrival order
+            request = self.requests[id_]
+            assert (status.state, status.in_flight) == (request.state, request.num_flying)
+            if status.state in ("prefilling", "decoding"):
+                assert status.positions == request.planned
+                assert status.num_pages >= pages_for(status.positions, self.config.page_size)
+            assert (status.num_pages > 0) == (status.state in ("prefilling", "decoding", "draining"))
+        scheduler = self.scheduler
+        assert scheduler.num_waiting == self.count("waiting", "preempted")
+        assert scheduler.num_preempted == self.count("preempted")
+        assert scheduler.num_running == self.count("prefilling", "decoding")
+        assert self.count("prefilling") <= 1
+        assert scheduler.num_in_flight == len(self.flying)
+        assert scheduler.num_free_pages + scheduler.num_cached_pages <= self.config.num_pages
+        for kind, *rest in scheduler.take_events():
+            if kind == "stored":
+                hash_, parent, key, tokens = rest
+                assert hash_ not in self.cached and (parent is None or parent in self.cached)
+                assert key == "" and len(tokens) == self.config.page_size
+                self.cached.add(hash_)
+            elif kind == "removed":
+                self.cached.remove(rest[0])
+            else:
+                self.cached.clear()
 
-    def check_step(self, step: Any, before: dict[int, Status], after: dict[int, Status]) -> list[int]:
+    def check_admission(self, id_: int, cached: int, restored: int, waited: int, resumed: bool) -> None:
+        request = self.requests[id_]
+        assert request.state == ("preempted" if resumed else "waiting") and 0 <= waited <= self.now
+        assert cached % self.config.page_size == 0 and 0 <= restored <= cached < len(request.known())
+        if request.penalties != NO_PENALTIES or request.num_prompt_logprobs >= 0 or not self.config.prefix_index:
+            assert cached == 0
+        request.state, request.planned = "prefilling", cached
+        self.num_hits += cached > 0
+        self.num_restored += restored > 0
+
+    def check_step(self, step: Any, after: dict[int, Status]) -> list[int]:
         """Checks a planned step against the rules; returns the requests in it, one per sequence."""
         assert 1 <= step.num_seqs <= self.config.max_num_seqs
         assert step.num_seqs <= step.num_tokens <= self.config.max_prefill_tokens
         assert step.num_logit_rows <= self.config.max_logit_rows
-        for id_, status in after.items():
-            if status.state == "waiting":  # perhaps preempted just now
-                self.live[id_].pages, self.live[id_].slot = [], -1
-        members = [id_ for id_ in after if after[id_].in_flight > before[id_].in_flight]
-        decodes = [id_ for id_ in members if before[id_].state == "decoding"]
-        chunks = [id_ for id_ in members if before[id_].state != "decoding"]
-        assert decodes + chunks == decodes + sorted(chunks)
-        assert step.is_decode_only == (not chunks)
-        members = sorted(decodes) + sorted(chunks)
-        assert len(members) == step.num_seqs
-        # Arrival order: who cannot join a step keeps all younger requests out of it.
-        able = [id_ for id_, request in self.live.items() if request.num_drawn + request.num_drawing < request.max_new]
-        assert sorted(members) == able[: len(members)]
+        decision = step.decision
+        for id_ in decision["preempted"]:
+            if id_ in self.requests and self.requests[id_].state in ("prefilling", "decoding"):
+                self.has_lost_its_place(id_)
+        assert sorted(decision["preempted"]) == sorted(self.preempted)
+        self.preempted = []
+        assert [tuple(one.values()) for one in decision["admitted"]] == step.admitted
+        for admission in step.admitted:
+            self.check_admission(*admission)
 
-        rows = list(step.rows)
-        adjusted = 0
-        for s, id_ in enumerate(members):
+        rows, members, adjusted = list(step.rows), [], 0
+        for s in range(step.num_seqs):
             begin, end = step.cu_seqlens[s], step.cu_seqlens[s + 1]
+            row = step.num_logit_rows - len(rows)
+            if rows and step.logit_rows[row] < end:
+                id_ = rows[0][0]
+            else:  # a chunk without rows leaves its request prefilling
+                (id_,) = [id_ for id_, status in after.items() if status.state == "prefilling"]
+            request = self.requests[id_]
+            assert id_ not in members and request.state in ("prefilling", "decoding")
             positions = list(step.positions[begin:end])
-            first = before[id_].positions if before[id_].state != "waiting" else 0
-            assert positions == list(range(first, after[id_].positions)) and positions
-            self.check_pages(step, s, self.live[id_], after[id_])
-            taken = self.check_rows(step, rows, self.live[id_], begin, positions, id_ in decodes)
+            assert positions and positions == list(range(request.planned, request.planned + len(positions)))
+            is_decode = request.state == "decoding"
+            assert is_decode == (s < decision["decodes"])
+            taken = self.check_rows(step, rows, request, begin, positions, is_decode)
+            draws = taken > 0 and not rows[taken - 1][1]
             rows = rows[taken:]
-            complete = taken > 0 and not step.rows[len(step.rows) - len(rows) - 1][1]
-            draw_row = len(step.rows) - len(rows) - 1 if complete else -1
-            adjusted += self.check_adjustment(step, adjusted, s, self.live[id_], draw_row)
-            assert complete or s == step.num_seqs - 1, "an incomplete prefill holds the line"
+            draw_row = step.num_logit_rows - len(rows) - 1 if draws else -1
+            adjusted += self.check_adjustment(step, adjusted, s, request, draw_row)
+            assert draws or s == step.num_seqs - 1, "an incomplete prefill holds the line"
+            request.state = "decoding" if draws else "prefilling"
+            request.planned += len(positions)
+            request.num_flying += 1
+            members.append(id_)
         assert not rows and list(step.logit_rows) == sorted(set(step.logit_rows))
-        assert len(step.adjust_seq) == adjusted and sum(a >= 0 for a in step.adjustment) == sum(
-            row >= 0 for row in step.adjust_row
-        )
-        assert len(step.token_masks) == (1 + max([*step.mask_row, -1])) * pages_for(VOCAB, 32)
-        assert len(step.bias_ids) == len(step.bias_values) == step.cu_biases[adjusted]
-        slots = [request.slot for request in self.holders() if request.slot >= 0]
+        self.check_order(step, members)
+        self.check_sizes(step, adjusted)
+        slots = [request.slot for request in self.requests.values() if request.slot >= 0]
         assert len(set(slots)) == len(slots)
         return members
 
-    def holders(self) -> list[Request]:
-        return [*self.live.values(), *self.draining.values()]
+    def check_order(self, step: Any, members: list[int]) -> None:
+        """Who could decode is left out only for a want of pages."""
+        for id_, request in self.requests.items():
+            ends = len(request.prompt) + request.max_new - 1
+            if request.state == "decoding" and request.planned < ends and id_ not in members:
+                assert step.decision["held"] in ("decodes", "chunk first")
+        assert step.is_decode_only == (step.decision["chunks"] == 0)
 
-    def check_pages(self, step: Any, s: int, request: Request, status: Status) -> None:
-        """Pages only grow at the end, and no other request holds one of them."""
-        first = s * self.device.row
-        pages = list(step.page_table[first : first + status.num_pages])
-        assert pages[: len(request.pages)] == request.pages
-        request.pages = pages
-        everyone = [page for holder in self.holders() for page in holder.pages]
-        assert len(set(everyone)) == len(everyone) and all(0 <= page < self.config.num_pages for page in everyone)
+    def check_sizes(self, step: Any, adjusted: int) -> None:
+        drawing_rows = sum(row >= 0 for row in step.adjust_row)
+        assert len(step.adjust_seq) == adjusted and sum(a >= 0 for a in step.adjustment) == drawing_rows
+        assert len(step.token_masks) == (1 + max([*step.mask_row, -1])) * pages_for(VOCAB, 32)
+        assert len(step.bias_ids) == len(step.bias_values) == step.cu_biases[adjusted]
 
     def check_rows(
         self, step: Any, rows: list[Any], request: Request, begin: int, positions: list[int], is_decode: bool
@@ -401,6 +388,7 @@ class Harness:
 
 def random_config(rng: random.Random, max_in_flight: int) -> Any:
     """A config of numbers so small that every limit is met."""
+    prefix_index = rng.random() < 0.8
     max_num_seqs = rng.randint(1, 4)
     max_prefill_tokens = rng.randint(max_num_seqs, 12)
     page_size = rng.choice([1, 2, 4])
@@ -414,6 +402,10 @@ def random_config(rng: random.Random, max_in_flight: int) -> Any:
         max_waiting=rng.randint(1, 8),
         max_in_flight=max_in_flight,
         vocab_size=VOCAB,
+        prefix_index=prefix_index,
+        num_host_pages=rng.choice([0, rng.randint(1, pages_for(64, page_size))]),
+        record_kv_events=rng.random() < 0.5,
+        aging_ns=rng.choice([0, 50]),
     )
 
 
@@ -428,13 +420,23 @@ def random_adjustments(rng: random.Random) -> dict[str, Any]:
     return adjustments
 
 
+def random_prompt(rng: random.Random) -> list[int]:
+    """New, or the beginning of one of two texts, which others share."""
+    text, length = rng.choice([None, 3, 5]), rng.randint(1, 12)
+    prompt = [rng.randrange(VOCAB) if text is None else text * i * i % VOCAB for i in range(length)]
+    return [*prompt, *(rng.randrange(VOCAB) for _ in range(rng.randint(0, 2)))]
+
+
 def random_submit(rng: random.Random, harness: Harness) -> None:
     harness.submit(
-        [rng.randrange(VOCAB) for _ in range(rng.randint(1, 12))],
+        random_prompt(rng),
         rng.randint(1, 20),
         rng.getrandbits(64),
         logprobs=rng.choice([-1, 0, 3]),
-        prompt_logprobs=rng.choice([-1, -1, 0, 5]),
+        prompt_logprobs=rng.choice([-1, -1, -1, 0, 5]),
         stops=rng.sample(range(VOCAB), rng.choice([0, 0, 0, 1])),
         adjustments=random_adjustments(rng),
+        deadline=harness.now + rng.randint(0, 200) if rng.random() < 0.1 else None,
+        priority=rng.choice([0, 0, 3, 9]),
+        tenant=rng.randint(0, 2),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from array import array
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -20,7 +21,7 @@ FORMATS = {"int32": "i", "int64": "q", "float32": "f", "uint64": "Q"}
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Any order of submit, plan, commit, fail and abort; ends by draining."""
+    """Any order of submit, plan, commit, fail, abort, preempt, expire and flush; ends by draining."""
 
     max_in_flight = 1
 
@@ -59,6 +60,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def abort(self, data: st.DataObject) -> None:
         self.harness.abort(data.draw(st.integers(1, self.harness.next_id - 1)))
 
+    @precondition(lambda self: self.harness.next_id > 1)
+    @rule(data=st.data())
+    def preempt(self, data: st.DataObject) -> None:
+        self.harness.preempt(data.draw(st.integers(1, self.harness.next_id - 1)))
+
+    @rule(ns=st.integers(0, 60))
+    def wait(self, ns: int) -> None:
+        self.harness.wait(ns)
+
+    @rule()
+    def flush(self) -> None:
+        self.harness.scheduler.flush_prefixes()
+        assert self.harness.scheduler.num_cached_pages == 0
+        self.harness.check()
+
     def teardown(self) -> None:
         if hasattr(self, "harness"):
             self.harness.drain()
@@ -68,33 +84,44 @@ class DepthTwoMachine(SchedulerMachine):
     max_in_flight = 2
 
 
-MACHINE_SETTINGS = settings(max_examples=100, stateful_step_count=40, deadline=None, derandomize=True, database=None)
+class DepthThreeMachine(SchedulerMachine):
+    max_in_flight = 3
+
+
+MACHINE_SETTINGS = settings(max_examples=60, stateful_step_count=40, deadline=None, derandomize=True, database=None)
 TestDepthOne = SchedulerMachine.TestCase
 TestDepthOne.settings = MACHINE_SETTINGS
 TestDepthTwo = DepthTwoMachine.TestCase
 TestDepthTwo.settings = MACHINE_SETTINGS
 
 
-@pytest.mark.parametrize("max_in_flight", [1, 2])
+TestDepthThree = DepthThreeMachine.TestCase
+TestDepthThree.settings = MACHINE_SETTINGS
+
+
+@pytest.mark.parametrize("max_in_flight", [1, 2, 3])
 def test_long_random_runs(max_in_flight: int) -> None:
-    """Hundreds of requests through crowded pools; preemption and every kind of end must occur."""
-    preemptions = 0
-    for seed in range(60):
+    """Hundreds of requests through crowded pools; preemption, hits and every kind of end must occur."""
+    seen: Counter[str] = Counter()
+    for seed in range(40):
         rng = random.Random(seed)
         harness = Harness(random_config(rng, max_in_flight))
         for _ in range(300):
-            action = rng.choices(["submit", "plan", "commit", "fail", "abort"], [4, 10, 9, 0.2, 0.3])[0]
+            action = rng.choices(["submit", "plan", "commit", "fail", "abort", "preempt"], [4, 10, 9, 0.2, 0.3, 0.2])[0]
             if action == "submit":
                 random_submit(rng, harness)
             elif action == "plan":
                 harness.plan()
-            elif action == "abort" and harness.next_id > 1:
-                harness.abort(rng.randrange(1, harness.next_id))
+            elif action in ("abort", "preempt") and harness.next_id > 1:
+                getattr(harness, action)(rng.randrange(1, harness.next_id))
             elif harness.flying and action in ("commit", "fail"):
                 getattr(harness, action)()
         harness.drain()
-        preemptions += harness.scheduler.num_preemptions
-    assert preemptions >= 50
+        seen.update(preemptions=harness.scheduler.num_preemptions, hits=harness.num_hits, restored=harness.num_restored)
+        counters = harness.scheduler.counters()
+        assert counters["preemptions"] == harness.scheduler.num_preemptions
+        assert counters["restored_tokens"] <= counters["cached_tokens"] <= counters["prompt_tokens"]
+    assert seen["preemptions"] >= 30 and seen["hits"] >= 30 and seen["restored"] >= 3
 
 
 def config(**changes: int) -> Any:
@@ -126,19 +153,70 @@ def test_arrays_are_read_only_buffers_of_the_declared_types() -> None:
         step.token_ids[0] = 1
 
 
-def test_a_view_keeps_its_step_alive() -> None:
+def test_a_view_keeps_the_scheduler_alive_and_is_written_anew() -> None:
     scheduler = _native.Scheduler(config())
     scheduler.submit(1, [5, 6, 7], params(max_new_tokens=40))
     step = scheduler.next_step()
     view = step.token_ids
-    scheduler.commit(step.id, array("i", [9]))
-    del step
-    for _ in range(20):
-        later = scheduler.next_step()
-        scheduler.commit(later.id, array("i", [9]))
-    del scheduler, later
-    gc.collect()
     assert view.tolist() == [5, 6, 7]
+    scheduler.commit(step.id, array("i", [9]))
+    assert scheduler.next_step() is step and step.token_ids.tolist() == [
+        -1
+    ]  # the same Step, which has another step now
+    assert view.tolist()[0] == -1
+    del step, scheduler
+    gc.collect()
+    assert view.tolist()[0] == -1
+
+
+def test_steps_are_written_to_the_buffers_that_are_given() -> None:
+    buffers = [bytearray(1 << 16) for _ in range(2)]
+    offsets = [2048 * i for i in range(1 + len(INPUTS))]
+    scheduler = _native.Scheduler(config(max_in_flight=2), [memoryview(b) for b in buffers], offsets)
+    scheduler.submit(1, [5, 6, 7], params())
+    first, second = scheduler.next_step(), scheduler.next_step()
+    for step, tokens in ((first, [5, 6, 7]), (second, [-1])):
+        ints = memoryview(buffers[step.id % 2]).cast("i")
+        assert ints[:3].tolist() == [len(tokens), 1, 1] and ints[512 : 512 + len(tokens)].tolist() == tokens
+    with pytest.raises(BufferError):  # while the scheduler lives, its buffers stay where they are
+        buffers[0].extend(b"more")
+    with pytest.raises(ValueError, match="need memory for each of max_in_flight 2 steps, have it for 1"):
+        _native.Scheduler(config(max_in_flight=2), [memoryview(buffers[0])], offsets)
+    with pytest.raises(ValueError, match="need 30 offsets, have 1"):
+        _native.Scheduler(config(), [memoryview(buffers[0])], [0])
+
+
+def test_a_step_explains_itself() -> None:
+    scheduler = _native.Scheduler(config(num_host_pages=4))
+    scheduler.submit(1, [5] * 20, params(), now_ns=100)
+    scheduler.submit(2, [6], params(), now_ns=150)
+    step = scheduler.next_step(now_ns=400)
+    admitted = {"request": 1, "cached_tokens": 0, "restored_tokens": 0, "waited_ns": 300, "resumed": False}
+    assert step.decision == {
+        "step": 1,
+        "now_ns": 400,
+        "decodes": 0,
+        "chunks": 1,
+        "decode_tokens": 0,
+        "prefill_tokens": 16,
+        "waiting": 1,
+        "running": 1,
+        "free_pages": 28,
+        "cached_pages": 0,
+        "evicted_pages": 0,
+        "moved_out": 0,
+        "moved_in": 0,
+        "held": "chunk first",
+        "admitted": [admitted],
+        "preempted": [],
+    }
+    assert scheduler.oldest_wait(500) == 350 and step.moves_in == step.moves_out == []
+
+
+def test_transitions_are_those_of_the_header() -> None:
+    edges = _native.transitions()
+    assert len(edges) == len(set(edges)) == len({edge[:2] for edge in edges}) == 41
+    assert ("decoding", "plan_decode", "decoding+1") in edges and ("preempted", "admit", "prefilling") in edges
 
 
 def test_commit_takes_int32_buffers_only() -> None:
