@@ -36,7 +36,9 @@ LAYERS: dict[str, int] = {
     "tokenspeed.cli": 6,
     "tokenspeed.__main__": 7,
 }
-RUNTIME_MAY_IMPORT = {"jinja2", "markupsafe", "prometheus_client", "starlette", "tokenizers", "uvicorn", "uvloop"}
+RUNTIME_MAY_IMPORT = {
+    "jinja2", "markupsafe", "msgspec", "prometheus_client", "starlette", "tokenizers", "uvicorn", "uvloop", "zmq",
+}  # fmt: skip
 CPP_MAY_INCLUDE = {
     "check": {"check"},
     "cache": {"check", "cache"},

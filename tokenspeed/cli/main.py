@@ -15,7 +15,10 @@ from importlib import import_module
 from tokenspeed import __version__
 from tokenspeed.errors import ResourceError, TokenSpeedError
 
-COMMANDS = ("build", "run", "serve", "inspect", "explain", "verify", "bench", "doctor", "export", "tune", "simulate")
+COMMANDS = (
+    "build", "run", "serve", "inspect", "explain", "explain-step", "verify", "bench", "doctor", "export", "tune",
+    "simulate",
+)  # fmt: skip
 LOADING = ("run", "serve", "bench")
 """Those that load an artifact: a GPU's driver starts before their command line is parsed."""
 
@@ -42,7 +45,7 @@ def build_parser(commands: Sequence[str] = COMMANDS) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tokenspeed {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name in commands:
-        import_module(f"tokenspeed.cli.{name}").add_parser(subparsers)
+        import_module(f"tokenspeed.cli.{name.replace('-', '_')}").add_parser(subparsers)
     return parser
 
 

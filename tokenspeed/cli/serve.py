@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
 import os
 import sys
@@ -41,6 +42,9 @@ def add_parser(subparsers: Subparsers) -> None:
                         help="how long SIGTERM lets running requests finish (default: %(default)s)")  # fmt: skip
     parser.add_argument("--access-log", action="store_true", help="log every request on stderr")
     _add_scheduling(parser)
+    _add_kv_events(parser)
+    parser.add_argument("--trace-scheduler", metavar="FILE",
+                        help="write what each step decided and why, for `tokenspeed explain-step`")  # fmt: skip
     add_load_options(parser)
     add_trace(parser)
     parser.set_defaults(run=run)
@@ -65,6 +69,21 @@ def _add_scheduling(parser: argparse.ArgumentParser) -> None:
                        help="compute every prompt whole, even where an earlier one began alike")  # fmt: skip
 
 
+def _add_kv_events(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "events for routers",
+        "Which prefixes are cached here, in vLLM's format (msgpack over ZeroMQ); needs `pip install\n"
+        "'tokenspeed[kv-events]'`.",
+    )
+    group.add_argument("--kv-events", metavar="ADDRESS",
+                       help="publish at tcp://*:PORT, where routers connect, or through tcp://HOST:PORT,"
+                       " which one of them binds")  # fmt: skip
+    group.add_argument("--kv-events-replay", metavar="ADDRESS",
+                       help="answer routers that missed some, at tcp://*:PORT (default: do not)")  # fmt: skip
+    group.add_argument("--kv-events-topic", metavar="TEXT", default="kv-events",
+                       help="first part of every message (default: %(default)s)")  # fmt: skip
+
+
 SWITCH_INTERVAL = 2e-4
 """Seconds for which a thread may keep the interpreter's lock when another wants it. The engine's thread wants it
 several times a step, and the loader's many times; Python's own 5 ms are longer than a step on a GPU."""
@@ -75,11 +94,11 @@ def run(args: argparse.Namespace) -> int:
     from tokenspeed.runtime import trace
 
     sys.setswitchinterval(SWITCH_INTERVAL)
-    with trace.writing(args.trace):
-        return _serve(args)
+    with trace.writing(args.trace), contextlib.ExitStack() as stack:
+        return _serve(args, stack)
 
 
-def _serve(args: argparse.Namespace) -> int:
+def _serve(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from tokenspeed.runtime.server import ServerSettings, serve_loading
     from tokenspeed.runtime.server.keys import parse_keys
 
@@ -96,6 +115,19 @@ def _serve(args: argparse.Namespace) -> int:
         access_log=args.access_log,
     )
 
+    scheduler_trace = None
+    if args.trace_scheduler is not None:
+        from tokenspeed.runtime.scheduler_trace import SchedulerTrace
+
+        scheduler_trace = stack.enter_context(SchedulerTrace(args.trace_scheduler))
+
+    kv_events = None
+    if args.kv_events is not None:
+        from tokenspeed.runtime.kv_events import KvEventPublisher
+
+        publisher = KvEventPublisher(args.kv_events, replay=args.kv_events_replay, topic=args.kv_events_topic)
+        kv_events = stack.enter_context(publisher)
+
     def load_engine() -> Engine:
         from tokenspeed.runtime import trace
 
@@ -110,12 +142,18 @@ def _serve(args: argparse.Namespace) -> int:
             prefix_index=not args.no_prefix_cache,
             max_waiting_per_tenant=args.max_waiting_per_key,
             aging_seconds=args.aging_seconds,
+            scheduler_trace=scheduler_trace,
+            kv_events=kv_events,
         )
 
     return serve_loading(load_engine, settings, first=options.opened)
 
 
 def _check(args: argparse.Namespace) -> None:
+    if args.kv_events is None and args.kv_events_replay is not None:
+        raise UsageError("--kv-events-replay answers for --kv-events, which is not there", hint="give both")
+    if args.kv_events is not None and args.no_prefix_cache:
+        raise UsageError("--kv-events tells of cached prefixes, and --no-prefix-cache has none", hint="give one")
     for name, least in (("max_waiting", 1), ("max_waiting_per_key", 1)):
         if (value := getattr(args, name)) is not None and value < least:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")

@@ -23,6 +23,7 @@ from tokenspeed.runtime import trace
 from tokenspeed.runtime.engine_info import EngineStats, info_of
 from tokenspeed.runtime.executor import DeviceError, InFlight, MoveError, StepOutputs
 from tokenspeed.runtime.guard import HostTimes, StepParts, after_ready, compilers
+from tokenspeed.runtime.kv_events import KvEventPublisher
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.loader import load as load_artifact
 from tokenspeed.runtime.request import (
@@ -34,6 +35,7 @@ from tokenspeed.runtime.request import (
     TokenLogprobs,
 )
 from tokenspeed.runtime.sampling import check_options, resolve, tenant_number, token_mask
+from tokenspeed.runtime.scheduler_trace import SchedulerTrace, StepTimes
 from tokenspeed.runtime.waiting import Place, WaitingRoom
 from tokenspeed.step import MAX_TOP_LOGPROBS
 
@@ -78,6 +80,7 @@ class _Running:
     began: float
     planned: float
     submitted: float
+    decision: dict[str, Any] | None  # if the scheduler is traced
 
     def finished(self, times: HostTimes, done: float, committed: float) -> None:
         """Note where the host's time went: of a step that was done at ``done`` and is ``committed`` now."""
@@ -111,6 +114,8 @@ class Engine:
         max_waiting_per_tenant: of the requests that may wait, how many may be of one tenant; None: all.
         aging_seconds: a request that waits this long is as urgent as one of the next higher priority that comes now;
             0: priorities hold for ever.
+        scheduler_trace: is told of every step; it stays the caller's to close, after the engine.
+        kv_events: is told of every page that comes to the prefix index or leaves it; the caller's as well.
 
     Raises:
         UsageError: a number is out of range.
@@ -125,6 +130,8 @@ class Engine:
         prefix_index: bool = True,
         max_waiting_per_tenant: int | None = None,
         aging_seconds: float = AGING_SECONDS,
+        scheduler_trace: SchedulerTrace | None = None,
+        kv_events: KvEventPublisher | None = None,
     ):
         envelope = loaded.artifact.manifest.envelope
         step_tokens = envelope.max_prefill_tokens if max_step_tokens is None else max_step_tokens
@@ -156,10 +163,19 @@ class Engine:
             prefix_index=prefix_index,
             num_host_pages=loaded.num_host_pages,
             cache_salt=loaded.artifact.digest,
+            record_kv_events=kv_events is not None,
             aging_ns=int(aging_seconds * 1e9),
         )
         self._scheduler = self.new_scheduler()
         self.waiting_room = WaitingRoom(max_waiting, max_waiting_per_tenant)
+        self._kv_events = kv_events
+        if kv_events is not None:
+            kv_events.begin(self._config.page_size)
+        self._trace = scheduler_trace
+        if scheduler_trace is not None:
+            limits = {"max_waiting_per_tenant": max_waiting_per_tenant, **_limits(self._config)}
+            about = {"model": self.info.model, "target": self.info.target, "artifact": self.info.artifact_digest}
+            scheduler_trace.begin(**about, limits=limits)
         self._live: dict[int, _Live] = {}
         self._num_asking_logprobs = self._num_with_timeout = 0  # live requests
         self._in_flight: deque[_Running] = deque()
@@ -411,6 +427,8 @@ class Engine:
                 self._end(item.request_id, FinishReason.ERROR, str(e))
             else:
                 self._prompt_tokens += len(item.prompt_ids)
+                if self._trace is not None:
+                    self._trace_submission(self._trace, item)
 
     def _take_inbox_after_stop(self) -> None:
         for item in self._inbox:
@@ -428,6 +446,8 @@ class Engine:
         self._publish_committed()
         if self._in_flight and (step is None or len(self._in_flight) == self._executor.io_sets):
             self._finish_oldest()
+        if self._kv_events is not None and (events := self._scheduler.take_events()):
+            self._kv_events.put(events)
 
     def _start_step(self) -> Any:
         """Plan a step and give it to the device; None when there is nothing to do now."""
@@ -448,7 +468,8 @@ class Engine:
             if step.num_moves:
                 self._failed_moves = 0
         submitted = time.perf_counter()
-        self._in_flight.append(_Running(step, started, began, planned, submitted))
+        decision = None if self._trace is None else step.decision
+        self._in_flight.append(_Running(step, started, began, planned, submitted, decision))
         return step
 
     def _note_admissions(self, step: Any) -> None:
@@ -481,6 +502,7 @@ class Engine:
                 self._end(request_id, FinishReason.ERROR, f"the device failed: {e}")
             if isinstance(e, MoveError):
                 self._note_failed_move(e)
+            self._trace_step(running, time.perf_counter(), time.perf_counter(), error=str(e))
             return
         done = time.perf_counter()
         drawn = self._scheduler.commit(step.id, outputs.tokens)
@@ -490,8 +512,27 @@ class Engine:
         self._committed.append((drawn, logprobs))
         self._steps += 1
         running.finished(self.host_times, done, committed)
+        self._trace_step(running, done, committed, drawn)
         if self._executor.io_sets == 1:
             self._publish_committed()
+
+    def _trace_step(
+        self, running: _Running, done: float, committed: float, drawn: Any = (), error: str | None = None
+    ) -> None:
+        if self._trace is not None and running.decision is not None:
+            times = StepTimes(running.began, running.planned, running.submitted, done, committed)
+            self._trace.step(running.decision, times, drawn, error)
+
+    def _trace_submission(self, trace: SchedulerTrace, item: _Submission) -> None:
+        place, params = item.live.place, item.live.params
+        assert params.max_tokens is not None  # resolved
+        trace.submitted(
+            item.request_id,
+            prompt_tokens=len(item.prompt_ids),
+            max_tokens=params.max_tokens,
+            priority=place.priority,
+            tenant=tenant_number(place.tenant),
+        )
 
     def _note_failed_move(self, error: MoveError) -> None:
         self._failed_moves += 1
@@ -569,11 +610,22 @@ class Engine:
         live = self._forget(request_id)
         if live is not None:
             live.sink(EngineEvent(request_id, finish_reason=reason, error=error))
+            if self._trace is not None:
+                self._trace.ended(request_id, reason.value)
 
 
 def is_lost(error: Exception) -> bool:
     """Whether a device has stopped working for good."""
     return isinstance(error, _native.DeviceLostError)
+
+
+def _limits(config: _native.SchedulerConfig) -> dict[str, Any]:
+    """What a step and the queue may hold, by the names of SchedulerConfig."""
+    names = (
+        "max_num_seqs", "max_prefill_tokens", "max_logit_rows", "max_model_len", "page_size", "num_pages",
+        "num_host_pages", "max_waiting", "max_in_flight", "prefix_index",
+    )  # fmt: skip
+    return {**{name: getattr(config, name) for name in names}, "aging_seconds": config.aging_ns * 1e-9}
 
 
 def _logprobs(outputs: StepOutputs, row: int, top: int) -> TokenLogprobs:
@@ -595,6 +647,8 @@ def load(
     prefix_index: bool = True,
     max_waiting_per_tenant: int | None = None,
     aging_seconds: float = AGING_SECONDS,
+    scheduler_trace: SchedulerTrace | None = None,
+    kv_events: KvEventPublisher | None = None,
 ) -> Engine:
     """Load the artifact at ``path`` and start an Engine on it. See ``loader.load`` and ``Engine`` for errors."""
     return Engine(
@@ -604,4 +658,6 @@ def load(
         prefix_index=prefix_index,
         max_waiting_per_tenant=max_waiting_per_tenant,
         aging_seconds=aging_seconds,
+        scheduler_trace=scheduler_trace,
+        kv_events=kv_events,
     )
