@@ -126,7 +126,7 @@ bool Replica::submit(const Arrival& arrival, int64_t now_ns) {
   params.tenant = request.tenant;
   params.deadline_ns = deadline_of(arrival);
   const int64_t request_id = num_submitted_++ << kPlaceBits | static_cast<int64_t>(place);
-  scheduler_.submit(request_id, stream.first(request.num_input), std::move(params), now_ns);
+  scheduler_.submit(request_id, stream.first(request.num_input, request.num_output), std::move(params), now_ns);
   free_places_.pop_back();
   open_[place] = {arrival.index, stream};
   return true;

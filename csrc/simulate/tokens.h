@@ -35,8 +35,11 @@ class TokenStream {
     return block < blocks_.size() ? token_at(mix(blocks_[block]), position % block_tokens_) : token_at(own_, position);
   }
 
-  std::vector<int32_t> first(int32_t count) const {
-    std::vector<int32_t> tokens(static_cast<size_t>(count));
+  // The first `count`, in a vector with room for `more`.
+  std::vector<int32_t> first(int32_t count, int32_t more = 0) const {
+    std::vector<int32_t> tokens;
+    tokens.reserve(static_cast<size_t>(count) + static_cast<size_t>(more));
+    tokens.resize(static_cast<size_t>(count));
     const int64_t in_blocks = static_cast<int64_t>(blocks_.size()) * block_tokens_;
     const auto shared = static_cast<int32_t>(std::min<int64_t>(count, in_blocks));
     for (int32_t begin = 0; begin < shared; begin += block_tokens_) {
