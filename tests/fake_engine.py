@@ -54,6 +54,7 @@ class FakeStats:
     oldest_wait_seconds: float = 0.0
     waiting_by_priority: tuple[int, ...] = (0,) * 10
     scheduler: dict[str, int] = field(default_factory=lambda: {"prompt_tokens": 80, "cached_tokens": 60, "expired": 2})
+    dropped: dict[str, int] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=lambda: {"allocations_after_seal": 0})
     after_ready: dict[str, int] = field(default_factory=lambda: {"allocations": 0, "compilations": 0})
     host: dict[str, Any] = field(default_factory=lambda: {"plan": {"count": 2, "seconds": 0.5}})

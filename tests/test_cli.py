@@ -221,7 +221,7 @@ def test_run_json_and_seeds(run: Run, tiny_artifact: Path) -> None:
     args = ("run", tiny_artifact, "hello", "--json", "--max-tokens", "6", "--temperature", "1")
     one, two = run(*args, "--seed", "5").json, run(*args, "--seed", "5").json
     assert one["text"] == two["text"] != run(*args, "--seed", "6").json["text"]
-    assert (one["finish_reason"], one["completion_tokens"]) == ("length", 6)
+    assert (one["finish_reason"], one["completion_tokens"], one["cached_tokens"]) == ("length", 6, 0)
     assert one["seconds_to_first_token"] > 0 and one["tokens_per_second"] > 0
     greedy = (*args[:-3], "40", "--temperature", "0")
     penalized = run(*greedy, "--repetition-penalty", "5", "--presence-penalty", "2").json

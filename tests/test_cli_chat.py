@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from tiny_artifact import cli_environment, command
 
-SPEED = re.compile(r"\[(\d+) tokens, \d+ tokens/s\]")
+SPEED = re.compile(r"\[(\d+) tokens, \d+ tokens/s(?:, (\d+) prompt tokens cached)?\]")
 
 
 class Chat:

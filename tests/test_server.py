@@ -296,6 +296,9 @@ def test_metrics_have_vllms_names(random_server: Running) -> None:
     for gauge in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total"):
         assert after[f'tokenspeed:{gauge}{{model_name="fake-1b"}}'] == 0
     assert after['tokenspeed:device_counter{counter="allocations_after_seal",model_name="fake-1b"}'] == 0
+    assert grown("request_queue_time_seconds_count") == 2 and grown("request_queue_time_seconds_sum") == pytest.approx(
+        0.06
+    )
 
 
 def test_a_failing_device_is_a_500_or_an_error_event() -> None:

@@ -147,6 +147,59 @@ def test_a_timeout_after_the_first_token_keeps_what_there_is(path: str) -> None:
     engine.close(drain=False)
 
 
+# ---- metrics --------------------------------------------------------------------------------------------------
+
+
+def scrape(server: Running, **headers: str) -> dict[str, float]:
+    lines = server.client.get("/metrics", headers=headers).text.splitlines()
+    return {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if line[0] != "#"}
+
+
+def test_metrics_of_the_engine(engine: FakeEngine, server: Running) -> None:
+    engine.hold.set()
+    before = scrape(server)
+    for name, value in {
+        "prefix_cache_queries_total": 80, "prefix_cache_hits_total": 60, "oldest_wait_seconds": 0,
+        "kv_cache_usage_perc": 0,
+    }.items():  # fmt: skip
+        assert before[f'tokenspeed:{name}{{model_name="fake-1b"}}'] == value
+    assert [before[f'tokenspeed:kv_pages{{model_name="fake-1b",state="{s}"}}'] for s in ("used", "cached", "free")] == [
+        0, 30, 70,
+    ]  # fmt: skip
+    assert [before[f'tokenspeed:host_kv_pages{{model_name="fake-1b",state="{s}"}}'] for s in ("used", "free")] == [
+        20,
+        30,
+    ]
+    waiting = 'tokenspeed:num_requests_waiting_by_priority{model_name="fake-1b",priority="%d"}'
+    assert [before[waiting % priority] for priority in range(10)] == [0] * 10
+    engine.hold.clear()
+
+
+def test_refusals_are_counted_by_why() -> None:
+    engine = FakeEngine(TOKENIZER, max_running=1, max_waiting=2, max_waiting_per_tenant=1)
+    engine.hold.set()
+    with running(engine, api_keys={"red": "k1", "blue": "k2"}) as server:
+
+        def post(key: str, **body: Any) -> int:
+            headers = {"authorization": f"Bearer {key}"}
+            return server.client.post(PATHS[0], json=body_of(PATHS[0], **body), headers=headers).status_code
+
+        assert post("k3") == 401 and post("k1", priority=11) == 400
+        assert post("k1", prompt=["a"] * 4) == 429  # one may run, one wait: of this key
+        assert engine.wait_until_idle()
+        server.call(server.server.state.drain)
+        assert post("k1") == 503
+        found = scrape(server, authorization="Bearer k1")
+        refused = {
+            reason: found[f'tokenspeed:requests_refused_total{{model_name="fake-1b",reason="{reason}"}}']
+            for reason in ("queue_full", "key_queue_full", "unavailable", "unauthorized", "invalid")
+        }
+        assert refused == {
+            "queue_full": 0, "key_queue_full": 1, "unavailable": 1, "unauthorized": 1, "invalid": 1,
+        }  # fmt: skip
+    engine.close(drain=False)
+
+
 # ---- API keys and shares --------------------------------------------------------------------------------------
 
 

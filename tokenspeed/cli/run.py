@@ -121,12 +121,14 @@ class _Reply:
         from tokenspeed.runtime.async_llm import stream_blocking
 
         self.text, self.tokens, self.finish_reason = "", 0, "interrupted"
+        self.cached_tokens = 0
         self.first = self.last = started = time.perf_counter()
         outputs = stream_blocking(engine, prompt, params)
         try:
             for output in outputs:
                 self.text += output.text
                 self.tokens += len(output.token_ids)
+                self.cached_tokens = output.cached_tokens or self.cached_tokens
                 self.last = time.perf_counter()
                 if self.tokens and self.first == started:
                     self.first = self.last
@@ -150,6 +152,7 @@ class _Reply:
             "text": self.text,
             "finish_reason": self.finish_reason,
             "completion_tokens": self.tokens,
+            "cached_tokens": self.cached_tokens,
             "seconds_to_first_token": self.seconds_to_first,
             "tokens_per_second": self.tokens_per_second,
         }
@@ -195,4 +198,5 @@ def _turn(engine: Engine, params: SamplingParams, messages: list[dict[str, Any]]
         return
     messages.append({"role": "assistant", "content": reply.text})
     if (speed := reply.tokens_per_second) is not None:
-        print(f"[{reply.tokens} tokens, {speed:.0f} tokens/s]", file=sys.stderr)
+        cached = f", {reply.cached_tokens} prompt tokens cached" if reply.cached_tokens else ""
+        print(f"[{reply.tokens} tokens, {speed:.0f} tokens/s{cached}]", file=sys.stderr)

@@ -55,8 +55,15 @@ class EngineStats(Protocol):
     num_waiting: int
     num_pages: int
     num_free_pages: int
+    num_cached_pages: int
+    num_host_pages: int
+    num_host_pages_used: int
+    oldest_wait_seconds: float
+    waiting_by_priority: tuple[int, ...]
     steps: int
     preemptions: int
+    scheduler: dict[str, int]
+    dropped: dict[str, int]
     device: dict[str, Any]
     after_ready: dict[str, int]
     host: dict[str, Any]

@@ -319,6 +319,11 @@ class Engine:
             waiting_by_priority=self.waiting_room.by_priority,
             oldest_wait_seconds=s.oldest_wait(time.monotonic_ns()) * 1e-9,
             scheduler=s.counters(),
+            dropped={
+                name: sink.dropped
+                for name, sink in (("scheduler_trace", self._trace), ("kv_events", self._kv_events))
+                if sink is not None
+            },
             device=(device := dict(self._executor.device.counters())),
             after_ready=after_ready(device, self.compilers_before),
             host=self.host_times.to_json(),

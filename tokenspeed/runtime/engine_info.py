@@ -36,7 +36,8 @@ class EngineStats:
     """A snapshot. Counters run from the engine's start; ``device`` holds the device's own counters, ``after_ready``
     those of what a closed runtime never does, ``scheduler`` the scheduler's, and ``host`` the host's seconds by part of
     a step. Free pages are to be had at once; the cached ones among them hold a prefix, which no request uses now. There
-    are no host pages any more once moving pages has failed too often."""
+    are no host pages any more once moving pages has failed too often. ``dropped`` is what a trace or events for routers
+    lack."""
 
     num_running: int
     num_waiting: int
@@ -52,6 +53,7 @@ class EngineStats:
     oldest_wait_seconds: float = 0.0
     waiting_by_priority: tuple[int, ...] = ()
     scheduler: dict[str, int] = field(default_factory=dict)
+    dropped: dict[str, int] = field(default_factory=dict)
     device: dict[str, Any] = field(default_factory=dict)
     after_ready: dict[str, int] = field(default_factory=dict)
     host: dict[str, Any] = field(default_factory=dict)

@@ -88,6 +88,7 @@ class _ApiKeys:
                     "the API key is wrong" if given else "an API key is needed: have no Authorization header",
                     hint="send the header `Authorization: Bearer KEY` with a key that the server was started with",
                 )
+                scope["app"].state.server.note_refusal(error)
                 await error_response(error)(scope, receive, send)
                 return
             if self._names_tenants:

@@ -95,6 +95,7 @@ async def on_known_error(request: Request, error: Exception) -> Response:
     if isinstance(error, HTTPException) and error.status_code in (404, 405):
         detail = f"there is no {request.method} {request.url.path} here"
         error = HTTPException(error.status_code, detail, error.headers)
+    request.app.state.server.note_refusal(error)
     return error_response(error)
 
 

@@ -47,6 +47,11 @@ class ServerState:
         """Take no new requests; running ones go on."""
         self._draining = True
 
+    def note_refusal(self, error: Exception) -> None:
+        """For the metrics, of which there are none before the engine is loaded."""
+        if self.metrics is not None:
+            self.metrics.refused(error)
+
     @property
     def phase(self) -> Phase:
         if self._draining:
