@@ -6,6 +6,9 @@ import csv
 import io
 import json
 import random
+import re
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from array import array
 from collections.abc import Callable
@@ -385,6 +388,52 @@ def test_costs_are_written_and_read(run: Run, tmp_path: Path) -> None:
     assert by_file["costs"]["provenance"]["source"] == "--step-cost"
 
 
+def test_progress_of_what_takes_long(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter(range(0, 10**9, 20))
+    monkeypatch.setattr("tokenspeed.cli.simulate.time.monotonic", lambda: next(clock))
+    code, _, err = run("--generate", "chat", "--requests", "1500", "-o", "t.jsonl")
+    assert (code, err) == (0, "simulate: 1000 of 1500 requests made\n")
+    code, _, err = run("t.jsonl", *STEPS, "--replicas", "4")
+    lines = err.splitlines()
+    assert (
+        code == 0
+        and len(lines) >= 3
+        and all(re.match(r"simulate: round-robin: \d+ of 1500 requests", s) for s in lines)
+    )
+
+
+def test_nothing_is_left_of_a_trace_that_fails(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tokenspeed.simulate.trace.write_trace", full)
+    assert run("--generate", "chat", "-o", "t.jsonl")[::2] == (9, "error: No space left on device\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_loads_nothing_but_the_base_install() -> None:
+    code = (
+        "import sys; from tokenspeed.cli import main\n"
+        f"assert main(['simulate', '--generate', 'chat', '--requests', '30', *{STEPS!r}]) == 0\n"
+        "heavy = ('numpy', 'torch', 'triton', 'tokenspeed.compile', 'tokenspeed.kernels', 'tokenspeed.runtime')\n"
+        "print('loaded:', [name for name in heavy if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert ran.returncode == 0 and ran.stdout.endswith("loaded: []\n"), ran.stderr
+
+
+def test_stdin(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = io.StringIO()
+    write_trace(text, AGENTS)
+    (tmp_path / "t.jsonl").write_text(text.getvalue())
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.getvalue().encode())))
+    piped, read = (json.loads(run(name, *STEPS, "--json")[1]) for name in ("-", "t.jsonl"))
+    assert piped["runs"][0]["all"] == read["runs"][0]["all"]
+    monkeypatch.setattr("sys.stdin", None)
+    code, _, err = run("-", *STEPS)
+    assert code == 2 and "need a trace on stdin, which is closed" in err
+
+
 def test_parameters_are_listed(run: Run) -> None:
     code, out, _ = run("--parameters")
     assert code == 0 and all(f"\n{kind}: " in f"\n{out}" for kind in KINDS) and "system-tokens" in out
@@ -407,6 +456,9 @@ def test_parameters_are_listed(run: Run) -> None:
         (2, "--ttft-slo is -1; it must be above 0 ms", ("t.jsonl", "--ttft-slo", "-1", *STEPS)),
         (2, "bad.jsonl, line 1: need one JSON object", ("bad.jsonl", *STEPS)),
         (2, "bad.jsonl holds no step costs", ("t.jsonl", "--cost", "bad.jsonl", "--kv-pages", "5")),
+        (2, "no/p.svg: there is no folder no", ("t.jsonl", "--picture", "no/p.svg", *STEPS)),
+        (2, "bad.jsonl exists already", ("t.jsonl", "--records", "bad.jsonl", *STEPS)),
+        (2, ". is no file: --force replaces only files", ("t.jsonl", "--picture", ".", "--force", *STEPS)),
         (7, "no artifact at absent", ("t.jsonl", "--artifact", "absent", *STEPS)),
         (9, "absent.jsonl: No such file or directory", ("absent.jsonl", *STEPS)),
     ],

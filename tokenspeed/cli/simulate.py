@@ -12,7 +12,13 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
-from tokenspeed.cli.options import Subparsers, add_command, add_json, print_json
+from tokenspeed.cli.options import (
+    Subparsers,
+    add_command,
+    add_json,
+    print_json,
+    unwinding_when_told_to_stop,
+)
 from tokenspeed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -149,6 +155,14 @@ def run(args: argparse.Namespace) -> int:
         _print_parameters()
         return 0
     _check(args)
+    with unwinding_when_told_to_stop():
+        return _run(args)
+
+
+def _run(args: argparse.Namespace) -> int:
+    for path in (args.output, args.write_cost, args.picture, args.records):
+        if path is not None and path != "-":
+            _check_new(path, args.force)  # now, and not when hours of virtual time have passed
     if args.output is not None:
         return _write_trace(args)
     if args.trace is None and args.generate is None:
@@ -173,7 +187,7 @@ def run(args: argparse.Namespace) -> int:
         if args.records is not None:
             _write_records(args, outcome)
     if args.picture is not None:
-        with _new_file(args.picture, args.force) as file:
+        with _new_file(args.picture) as file:
             file.write(draw(_title(args), reports))
     if args.json:
         print_json(_json(args, resolved, reports))
@@ -285,9 +299,14 @@ def _simulate(args: argparse.Namespace, resolved: Resolved, fleet: Fleet) -> Out
         trace, total = _generated(args), args.requests
     else:
         trace, total = read_trace(args.trace, args.block_tokens), _lines_of(args.trace)
-    line = _Line(sys.stderr, fleet.routing, total)
+    line = _Line(sys.stderr, total)
+
+    def progress(ended: int, read: int, seconds: float) -> None:
+        of = f" of {total}" if total else ""
+        line.show(ended, f"{fleet.routing}: {ended}{of} requests ended, {seconds:.0f} s of virtual time")
+
     try:
-        return simulate(trace, resolved.deployment, resolved.model, fleet, line.report)
+        return simulate(trace, resolved.deployment, resolved.model, fleet, progress)
     finally:
         line.close()
 
@@ -317,22 +336,18 @@ def _lines_of(path: str) -> int | None:
 class _Line:
     """Progress: a bar that moves on a terminal, otherwise a line every ten seconds."""
 
-    def __init__(self, stream: IO[str], what: str, total: int | None):
-        self._stream, self._moves = stream, stream.isatty()
-        self._what, self._total = what, total
+    def __init__(self, stream: IO[str], total: int | None):
+        self._stream, self._moves, self._total = stream, stream.isatty(), total
         self._next = time.monotonic() + (0.2 if self._moves else 10.0)
 
-    def report(self, ended: int, read: int, seconds: float) -> None:
-        if time.monotonic() < self._next:
+    def show(self, done: int, text: str) -> None:
+        if (now := time.monotonic()) < self._next:
             return
-        of = f" of {self._total}" if self._total else ""
-        text = f"{self._what}: {ended}{of} requests ended, {seconds:.0f} s of virtual time"
+        self._next = now + (0.2 if self._moves else 10.0)
         if self._moves:
-            self._next += 0.2
-            filled = 24 * min(ended, self._total) // self._total if self._total else 0
+            filled = 24 * min(done, self._total) // self._total if self._total else 0
             print(f"\r\x1b[K{'#' * filled}{'.' * (24 - filled)} {text}", end="", file=self._stream, flush=True)
         else:
-            self._next += 10.0
             print(f"simulate: {text}", file=self._stream, flush=True)
 
     def close(self) -> None:
@@ -343,13 +358,19 @@ class _Line:
 # ---- files ----------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def _new_file(path: str, force: bool) -> Iterator[IO[str]]:
-    """A text file that is there once it is whole. Raises UsageError when it exists already and ``force`` is not set."""
+def _check_new(path: str, force: bool) -> None:
+    """Raise UsageError when there is such a file already and ``force`` is not set, or no folder to put it in."""
     if not force and os.path.lexists(path):
         raise UsageError(f"{path} exists already", hint="give --force to replace it")
     if os.path.isdir(path):
         raise UsageError(f"{path} is no file: --force replaces only files")
+    if not os.path.isdir(os.path.dirname(path) or "."):
+        raise UsageError(f"{path}: there is no folder {os.path.dirname(path)}", hint="make it first")
+
+
+@contextmanager
+def _new_file(path: str) -> Iterator[IO[str]]:
+    """A text file that is there once it is whole."""
     part = f"{path}.part"
     try:
         with open(part, "w", encoding="utf-8", newline="") as file:
@@ -366,8 +387,10 @@ def _write_trace(args: argparse.Namespace) -> int:
     if args.output == "-":
         write_trace(sys.stdout, requests)
         return 0
-    with _new_file(args.output, args.force) as file:
-        number = write_trace(file, requests)
+    line = _Line(sys.stderr, args.requests)
+    with _new_file(args.output) as file:
+        number = write_trace(file, requests, lambda made: line.show(made, f"{made} of {args.requests} requests made"))
+    line.close()
     if args.json:
         print_json({"path": args.output, "requests": number, "bytes": os.path.getsize(args.output)})
     else:
@@ -378,7 +401,7 @@ def _write_trace(args: argparse.Namespace) -> int:
 def _write_cost(args: argparse.Namespace) -> int:
     from tokenspeed.simulate.cost import dumps
 
-    with _new_file(args.write_cost, args.force) as file:
+    with _new_file(args.write_cost) as file:
         file.write(dumps(_costs(args)))
     print(f"costs: {args.write_cost}", file=sys.stderr)
     return 0
@@ -387,7 +410,7 @@ def _write_cost(args: argparse.Namespace) -> int:
 def _write_records(args: argparse.Namespace, outcome: Outcome) -> None:
     from tokenspeed.simulate.report import write_records
 
-    with _new_file(args.records, args.force) as file:
+    with _new_file(args.records) as file:
         write_records(file, outcome)
 
 

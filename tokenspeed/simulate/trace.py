@@ -94,6 +94,8 @@ def read_trace(path: str | PathLike[str], block_tokens: int = BLOCK_TOKENS) -> I
 @contextmanager
 def _binary(path: str | PathLike[str]) -> Iterator[IO[bytes]]:
     if path == "-":
+        if sys.stdin is None:
+            raise UsageError("need a trace on stdin, which is closed")
         yield sys.stdin.buffer
     else:
         with open(path, "rb") as file:
