@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from tokenspeed.runtime import drivers, loader
 from tokenspeed.runtime.engine import Engine, load
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.runtime.request import EngineEvent, FinishReason
+from tokenspeed.runtime.sweep import sweep
 from tokenspeed.target import Target
 
 SMALL = LoadOptions(kv_gib=0.05, threads=1)
@@ -90,6 +92,13 @@ def test_two_steps_in_flight_change_no_bit(artifact: Path) -> None:
         assert stats.host["submit"]["count"] >= stats.steps > 0
     (device,) = GpuDouble.made
     assert device.most_in_flight == 2 and device.closed and list(device.binaries) == ["norm"]
+
+
+def test_a_sweep_goes_by_the_clock_of_the_device(artifact: Path) -> None:
+    with load(artifact, options=replace(SMALL, measure=True)) as engine:
+        report = sweep(engine, steps_per_bucket=2)
+    assert report.clock == "device" and report.closed
+    assert all(b.p50 == b.max == 0.01 and 0 < b.longest_wait != 0.01 for b in report.buckets)
 
 
 def test_preempted_requests_too(artifact: Path) -> None:

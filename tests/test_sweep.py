@@ -59,6 +59,7 @@ def test_a_sweep_meets_everything(engine: Engine) -> None:
     assert set(report.variants) == {*VARIANTS, MIXED_ROWS} and set(report.shapes) == set(SHAPES)
     assert report.steps == 9 * len(report.buckets) == sum(report.variants.values()) == sum(report.shapes.values())
     assert report.after_ready == dict.fromkeys(AFTER_READY, 0) and report.closed and not report.bad_tokens
+    assert report.clock == "host" and all(b.longest_wait == b.max for b in report.buckets)
     assert lines[-1] == f"round 9: {len(report.buckets)} buckets"
     with pytest.raises(UsageError, match="at least one step per bucket"):
         sweep(engine, steps_per_bucket=0)
@@ -68,9 +69,10 @@ def test_a_percentile_needs_steps_enough() -> None:
     bucket = Bucket(BucketKind.DECODE, 8, 8, 8)
 
     def steps(count: int, shape: str = "full") -> list[StepFigures]:
-        return [StepFigures(shape, "greedy", 8, 8, 8, 0.001 * number) for number in range(1, count + 1)]
+        return [StepFigures(shape, "greedy", 8, 8, 8, 0.001 * number, 0.002 * number) for number in range(1, count + 1)]
 
     few, many = (_figures(bucket, steps(count)) for count in (P99_STEPS - 1, P99_STEPS))
+    assert few.longest_wait == 0.002 * (P99_STEPS - 1)
     assert few.p99 is None and many.p99 == 0.001 * 99 < many.max == 0.1
     assert _figures(bucket, [*steps(P99_STEPS - 1), *steps(50, "long")]).p99 is None  # long contexts count apart
 

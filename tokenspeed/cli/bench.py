@@ -76,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
 
     _check(args)
     profiled = _profile_case(args.profile)
-    options = replace(load_options(args), measure=not args.sweep)
+    options = replace(load_options(args), measure=True)
     with load(args.artifact, options=options) as engine:
         if profiled is not None:
             _report_profile(args, bench.profile(engine, profiled))
@@ -183,7 +183,11 @@ def _print_sweep(report: SweepReport) -> None:
         ratio = f"{b.max_over_median:>9.2f}"
         longest = f"{b.longest_context * 1e3:>10.3f}" if b.longest_context else f"{'-':>10}"
         print(f"{b.bucket.name:<14}{b.steps:>6}{times}{ratio}{longest}  {slowest}")
-    print(f"\n{report.steps} steps of {len(report.buckets)} buckets in {report.seconds:.1f} s")
+    print(
+        f"\n{report.steps} steps of {len(report.buckets)} buckets in {report.seconds:.1f} s, "
+        f"timed by the {report.clock}; the longest that the host waited for one: "
+        f"{max(b.longest_wait for b in report.buckets) * 1e3:.1f} ms"
+    )
     for title, counts in (
         ("sampling", report.variants),
         ("shapes", report.shapes),

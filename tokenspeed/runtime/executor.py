@@ -162,6 +162,11 @@ class Executor:
             io["out_top_logprobs"],
         )
 
+    def seconds_on_device(self) -> float:
+        """What the step took that was waited for last, by the clock of a device that times steps."""
+        *_, (_, _, _, seconds, _) = self.device.step_times()
+        return float(seconds)
+
     def bucket_for(self, step: Step) -> Bucket:
         """The smallest bucket that holds ``step``; the build proved that there is one."""
         decode_only = step.num_tokens == step.num_seqs == step.num_logit_rows

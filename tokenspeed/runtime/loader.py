@@ -70,7 +70,7 @@ class LoadedCeiling:
 class Loaded:
     """A model in memory, ready to run steps. ``seconds`` says where the time went; parts pass at the same time, and
     those that end with a wait for the interpreter's lock include it. ``place`` names the device for people;
-    ``ceilings`` are by kind."""
+    ``ceilings`` are by kind; ``times_steps``: the device times steps on its own clock."""
 
     artifact: Artifact
     section: TargetSection
@@ -82,6 +82,7 @@ class Loaded:
     seconds: dict[str, float] = field(default_factory=dict)
     ceilings: dict[str, LoadedCeiling] = field(default_factory=dict)
     num_host_pages: int = 0
+    times_steps: bool = False
 
 
 def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Loaded:
@@ -130,6 +131,7 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
         seconds,
         preparation.ceilings,
         preparation.num_host_pages,
+        times_steps=options.measure and Target.parse(preparation.section.target).is_gpu,
     )
 
 

@@ -64,19 +64,22 @@ class StepFigures:
     num_seqs: int
     num_logit_rows: int
     seconds: float
+    host_seconds: float
 
 
 @dataclass(frozen=True)
 class BucketFigures:
-    """Seconds of a bucket's steps. Steps of shape 'long' count in ``longest_context`` and ``by_shape`` alone: what they
-    cost is attention. ``p99`` is None below P99_STEPS; ``slowest`` took ``max``; ``by_shape`` and ``by_variant`` are
-    medians."""
+    """Seconds of a bucket's steps: on the device's clock, where it has one, so that what the host was kept from is not
+    the step's; ``longest_wait`` is the most that the host saw one take. Steps of shape 'long' count in
+    ``longest_context`` and ``by_shape`` alone: what they cost is attention. ``p99`` is None below P99_STEPS; ``slowest``
+    took ``max``; ``by_shape`` and ``by_variant`` are medians."""
 
     bucket: Bucket
     steps: int
     p50: float
     p99: float | None
     max: float
+    longest_wait: float
     longest_context: float
     slowest: StepFigures
     by_shape: dict[str, float]
@@ -89,7 +92,8 @@ class BucketFigures:
 
 @dataclass(frozen=True)
 class SweepReport:
-    """``after_ready`` counts what happened during the sweep and must not: see ``guard.AFTER_READY``."""
+    """``after_ready`` counts what happened during the sweep and must not: see ``guard.AFTER_READY``. ``clock`` is whose
+    seconds the buckets have: 'device' or 'host'."""
 
     buckets: tuple[BucketFigures, ...]
     variants: dict[str, int]
@@ -98,6 +102,7 @@ class SweepReport:
     seconds: float
     after_ready: dict[str, int]
     bad_tokens: int
+    clock: str
 
     @property
     def closed(self) -> bool:
@@ -125,7 +130,7 @@ def sweep(
     bad = 0
     before = engine.stats().after_ready
     began = time.perf_counter()
-    _run(engine, maker.fill_shared_pages())
+    clock = "host" if _run(engine, maker.fill_shared_pages())[0] is None else "device"
     for number in count():
         if number >= steps_per_bucket if seconds is None else time.perf_counter() - began > seconds:
             break
@@ -134,9 +139,9 @@ def sweep(
             # Counted on from bucket to bucket, so that even one round meets every shape and variant somewhere.
             shape, variant = SHAPES[(number + place) % len(SHAPES)], maker.variant(number + place)
             shape, step = maker.step(bucket, shape, variant)
-            taken, tokens = _run(engine, step)
+            on_device, taken, tokens = _run(engine, step)
             sizes = step.num_tokens, step.num_seqs, step.num_logit_rows
-            runs[bucket].append(StepFigures(shape, variant, *sizes, taken))
+            runs[bucket].append(StepFigures(shape, variant, *sizes, taken if on_device is None else on_device, taken))
             bad += sum(not 0 <= token < engine.info.vocab_size for token in tokens)
     after = engine.stats().after_ready
     every = [step for steps in runs.values() for step in steps]
@@ -148,15 +153,19 @@ def sweep(
         seconds=time.perf_counter() - began,
         after_ready={name: after[name] - before[name] for name in after},
         bad_tokens=bad,
+        clock=clock,
     )
 
 
-def _run(engine: Engine, step: MadeStep) -> tuple[float, list[int]]:
+def _run(engine: Engine, step: MadeStep) -> tuple[float | None, float, list[int]]:
+    """Seconds of the step by the device (None: it has no clock), and by the host; and the tokens that it gave."""
     executor = engine.loaded.executor
     executor.place(step)
     began = time.perf_counter()
     outputs = executor.wait(executor.submit(step))
-    return time.perf_counter() - began, outputs.tokens.tolist()
+    taken = time.perf_counter() - began
+    on_device = executor.seconds_on_device() if engine.loaded.times_steps else None
+    return on_device, taken, outputs.tokens.tolist()
 
 
 def _figures(bucket: Bucket, steps: list[StepFigures]) -> BucketFigures:
@@ -168,6 +177,7 @@ def _figures(bucket: Bucket, steps: list[StepFigures]) -> BucketFigures:
         times["p50"],
         times["p99"] if len(usual) >= P99_STEPS else None,
         times["max"],
+        max(step.host_seconds for step in usual),
         max((step.seconds for step in steps if step.shape == "long"), default=0.0),
         max(usual, key=lambda step: step.seconds),
         _medians((step.shape, step.seconds) for step in steps),
