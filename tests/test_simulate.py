@@ -6,12 +6,8 @@ import csv
 import io
 import json
 import random
-import re
-import subprocess
-import sys
 import xml.etree.ElementTree as ElementTree
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,6 @@ import pytest
 from tokenspeed import _native
 from tokenspeed.artifact import Artifact
 from tokenspeed.bucket import Bucket, BucketKind, BucketTable, StepLimits
-from tokenspeed.cli import main
 from tokenspeed.compile.buckets import ladder
 from tokenspeed.errors import UsageError
 from tokenspeed.simulate.cost import CostModel, Costs, Point, model, parse_step_cost
@@ -32,7 +27,7 @@ from tokenspeed.simulate.report import Slo, latency, report, write_records
 from tokenspeed.simulate.resolve import Wanted, resolve
 from tokenspeed.simulate.svg import Line, Panel, picture
 from tokenspeed.simulate.text import table
-from tokenspeed.simulate.trace import TraceRequest, write_trace
+from tokenspeed.simulate.trace import TraceRequest
 
 LIMITS = StepLimits(max_prefill_tokens=512, max_num_seqs=16, max_logit_rows=16)
 COSTS = parse_step_cost(["decode:16=2ms,mixed:16=2ms,mixed:512=10ms,context=20ns,pair=2ns"])
@@ -309,6 +304,14 @@ def test_an_artifact_gives_limits_buckets_and_kv_bytes(tiny_artifact: Path) -> N
         resolve(Wanted(costs, artifact=tiny_artifact, target=section.target, kv_pages=10, page_size=8))
 
 
+def test_the_usual_policy_is_that_of_the_server() -> None:
+    from tokenspeed.runtime import engine
+
+    assert (DEPLOYMENT.max_waiting, DEPLOYMENT.aging_seconds) == (engine.MAX_WAITING, engine.AGING_SECONDS)
+    wanted = Wanted(COSTS)
+    assert (wanted.max_waiting, wanted.aging_seconds) == (engine.MAX_WAITING, engine.AGING_SECONDS)
+
+
 def test_without_an_artifact_the_largest_known_steps_are_the_limits() -> None:
     found = resolve(Wanted(COSTS, kv_pages=100))
     assert (found.deployment.limits, found.deployment.page_size) == (LIMITS, 64) and not found.notes
@@ -329,143 +332,3 @@ def test_without_an_artifact_the_largest_known_steps_are_the_limits() -> None:
     ):
         with pytest.raises(UsageError, match=text):
             resolve(wanted)
-
-
-# ---- the command ----------------------------------------------------------------------------------------------
-
-STEPS = ("--step-cost", "decode:16=2ms,mixed:16=2ms,mixed:512=10ms,context=20ns,pair=2ns", "--kv-pages", "600")
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    monkeypatch.chdir(tmp_path)
-
-    def call(*args: str) -> tuple[int, str, str]:
-        capfd.readouterr()
-        try:
-            code = main(["simulate", *args])
-        except SystemExit as e:
-            code = int(e.code or 0)
-        return code, *capfd.readouterr()
-
-    return call
-
-
-def test_a_trace_is_made_and_replayed(run: Run, tmp_path: Path) -> None:
-    made = ("--generate", "chat", "--requests", "120", "--rate", "5", "--seed", "3", "--set", "tenants=2")
-    assert run(*made, "-o", "t.jsonl") == (0, "t.jsonl: 120 requests\n", "")
-    code, out, err = run(*made, "-o", "-")
-    assert (code, err) == (0, "") and out == (tmp_path / "t.jsonl").read_text()
-    assert run(*made, "-o", "t.jsonl")[0] == 2 and run(*made, "-o", "t.jsonl", "--force", "--json")[0] == 0
-
-    args = ("t.jsonl", *STEPS, "--replicas", "2", "--routing", "all", "--picture", "p.svg", "--ttft-slo", "200")
-    code, out, err = run(*args)
-    assert (code, err) == (0, "") and out.startswith(
-        "t.jsonl: 2 replicas\neach: 600 KV pages of 64, 16 sequences, 512 "
-    )
-    assert all(routing in out for routing in ROUTINGS) and "prefix-aware: tenants" in out
-    assert len(lines_of((tmp_path / "p.svg").read_text())) == 4 * 6
-    assert run(*args)[0] == 2  # p.svg exists
-
-    code, out, err = run("t.jsonl", *STEPS, "--json", "--records", "r.csv")
-    told = json.loads(out)
-    assert (code, err) == (0, "") and told["runs"][0]["all"]["finished"] == 120
-    assert len((tmp_path / "r.csv").read_text().splitlines()) == 121
-    code, out, _ = run(*made, *STEPS, "--json")
-    again = json.loads(out)
-    for name in ("all", "tenants", "occupancy", "steps_by_bucket"):
-        assert again["runs"][0][name] == told["runs"][0][name]
-
-
-def test_costs_are_written_and_read(run: Run, tmp_path: Path) -> None:
-    assert run(*STEPS, "--write-cost", "c.json") == (0, "", "costs: c.json\n")
-    made = ("--generate", "batch", "--requests", "20", "--json")
-    by_hand, by_file = (
-        json.loads(run(*made, *costs, "--kv-pages", "600")[1]) for costs in (STEPS[:2], ("--cost", "c.json"))
-    )
-    assert by_hand["runs"][0]["all"] == by_file["runs"][0]["all"]
-    assert by_file["costs"]["provenance"]["source"] == "--step-cost"
-
-
-def test_progress_of_what_takes_long(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = iter(range(0, 10**9, 20))
-    monkeypatch.setattr("tokenspeed.cli.simulate.time.monotonic", lambda: next(clock))
-    code, _, err = run("--generate", "chat", "--requests", "1500", "-o", "t.jsonl")
-    assert (code, err) == (0, "simulate: 1000 of 1500 requests made\n")
-    code, _, err = run("t.jsonl", *STEPS, "--replicas", "4")
-    lines = err.splitlines()
-    assert (
-        code == 0
-        and len(lines) >= 3
-        and all(re.match(r"simulate: round-robin: \d+ of 1500 requests", s) for s in lines)
-    )
-
-
-def test_nothing_is_left_of_a_trace_that_fails(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("tokenspeed.simulate.trace.write_trace", full)
-    assert run("--generate", "chat", "-o", "t.jsonl")[::2] == (9, "error: No space left on device\n")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_the_command_loads_nothing_but_the_base_install() -> None:
-    code = (
-        "import sys; from tokenspeed.cli import main\n"
-        f"assert main(['simulate', '--generate', 'chat', '--requests', '30', *{STEPS!r}]) == 0\n"
-        "heavy = ('numpy', 'torch', 'triton', 'tokenspeed.compile', 'tokenspeed.kernels', 'tokenspeed.runtime')\n"
-        "print('loaded:', [name for name in heavy if name in sys.modules])"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert ran.returncode == 0 and ran.stdout.endswith("loaded: []\n"), ran.stderr
-
-
-def test_stdin(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = io.StringIO()
-    write_trace(text, AGENTS)
-    (tmp_path / "t.jsonl").write_text(text.getvalue())
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.getvalue().encode())))
-    piped, read = (json.loads(run(name, *STEPS, "--json")[1]) for name in ("-", "t.jsonl"))
-    assert piped["runs"][0]["all"] == read["runs"][0]["all"]
-    monkeypatch.setattr("sys.stdin", None)
-    code, _, err = run("-", *STEPS)
-    assert code == 2 and "need a trace on stdin, which is closed" in err
-
-
-def test_parameters_are_listed(run: Run) -> None:
-    code, out, _ = run("--parameters")
-    assert code == 0 and all(f"\n{kind}: " in f"\n{out}" for kind in KINDS) and "system-tokens" in out
-
-
-@pytest.mark.parametrize(
-    ("code", "error", "args"),
-    [
-        (2, "need a TRACE, or --generate KIND", ()),
-        (2, "need a TRACE or --generate KIND, have both", ("t.jsonl", "--generate", "chat")),
-        (2, "--set and -o belong to --generate KIND", ("t.jsonl", "-o", "x")),
-        (2, "need what steps cost", ("--generate", "chat", "--kv-pages", "5")),
-        (2, "chat has no parameter 'colour'", ("--generate", "chat", "--set", "colour=1", *STEPS)),
-        (2, "--set needs NAME=VALUE, have 'turns'", ("--generate", "chat", "--set", "turns", *STEPS)),
-        (2, "--routing knows no 'nearest'", ("--generate", "chat", "--routing", "nearest", *STEPS)),
-        (2, "several routings read the trace as often", ("-", "--routing", "all", *STEPS)),
-        (2, "--records is of one routing", ("t.jsonl", "--routing", "all", "--records", "r", *STEPS)),
-        (2, "--replicas is 0; it must lie between 1 and 4096", ("t.jsonl", "--replicas", "0", *STEPS)),
-        (2, "--speed is 0; it must lie between 1e-06", ("t.jsonl", "--speed", "0", *STEPS)),
-        (2, "--ttft-slo is -1; it must be above 0 ms", ("t.jsonl", "--ttft-slo", "-1", *STEPS)),
-        (2, "bad.jsonl, line 1: need one JSON object", ("bad.jsonl", *STEPS)),
-        (2, "bad.jsonl holds no step costs", ("t.jsonl", "--cost", "bad.jsonl", "--kv-pages", "5")),
-        (2, "no/p.svg: there is no folder no", ("t.jsonl", "--picture", "no/p.svg", *STEPS)),
-        (2, "bad.jsonl exists already", ("t.jsonl", "--records", "bad.jsonl", *STEPS)),
-        (2, ". is no file: --force replaces only files", ("t.jsonl", "--picture", ".", "--force", *STEPS)),
-        (7, "no artifact at absent", ("t.jsonl", "--artifact", "absent", *STEPS)),
-        (9, "absent.jsonl: No such file or directory", ("absent.jsonl", *STEPS)),
-    ],
-)
-def test_refusals(run: Run, tmp_path: Path, code: int, error: str, args: tuple[str, ...]) -> None:
-    (tmp_path / "bad.jsonl").write_text("nonsense\n")
-    with (tmp_path / "t.jsonl").open("w") as file:
-        write_trace(file, AGENTS[:3])
-    ended, out, err = run(*args)
-    assert (ended, out) == (code, "") and f"error: {error}" in err and "Traceback" not in err

@@ -78,7 +78,7 @@ def test_lower_limits_use_the_artifacts_own_buckets() -> None:
     large = StepLimits(max_prefill_tokens=1024, max_num_seqs=8, max_logit_rows=8)
     with pytest.raises(UsageError, match=r"do not cover the scheduler: .* a mixed step of 513 tokens") as refused:
         model(parse_step_cost(["decode:8=1ms,mixed:512=9ms"]), buckets, large)
-    assert "--max-prefill-tokens" in str(refused.value.hint)
+    assert "--max-step-tokens" in str(refused.value.hint)
 
 
 def test_points_are_buckets_where_nothing_else_is() -> None:

@@ -99,10 +99,10 @@ def _add_replica(group: Any) -> None:
     group.add_argument("--kv-pages", type=int, metavar="N", help="or their number")
     group.add_argument("--host-kv-gib", type=float, metavar="GIB", help="host memory for KV pages (default: none)")
     group.add_argument("--max-num-seqs", type=int, metavar="N", help="sequences that run at once")
-    group.add_argument("--max-prefill-tokens", type=int, metavar="N", help="tokens of a step")
+    group.add_argument("--max-step-tokens", type=int, metavar="N", help="tokens of a step")
     group.add_argument("--max-model-len", type=int, metavar="N", help="tokens of a request (default: 131072)")
     group.add_argument("--page-size", type=int, metavar="N", help="positions of a page (default: 64)")
-    group.add_argument("--max-waiting", type=int, default=256, metavar="N", help="queue (default: %(default)s)")
+    group.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="queue (default: %(default)s)")
     group.add_argument(
         "--when-full",
         choices=("wait", "refuse"),
@@ -110,8 +110,14 @@ def _add_replica(group: Any) -> None:
         help="what a request does that finds the queue full (default: come again)",
     )
     group.add_argument("--steps-in-flight", type=int, choices=(1, 2, 3), default=2, help="(default: %(default)s)")
-    group.add_argument("--no-prefix-index", action="store_true", help="compute every prompt as a whole")
-    group.add_argument("--aging-ms", type=float, default=0.0, metavar="MS", help="see docs/scheduler.md")
+    group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt as a whole")
+    group.add_argument(
+        "--aging-seconds",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="who waits this long counts as of the next priority; 0: never (default: %(default)g)",
+    )
 
 
 def _add_fleet(group: Any) -> None:
@@ -204,13 +210,13 @@ def _check(args: argparse.Namespace) -> None:
     for name, low, high in (
         ("replicas", 1, MOST_REPLICAS), ("threads", 1, 1024), ("load_tokens", 0, 1 << 24), ("block_tokens", 1, 1 << 24),
         ("max_waiting", 1, 1 << 20), ("kv_pages", 1, 1 << 24), ("page_size", 1, 1 << 16), ("max_num_seqs", 1, 1 << 16),
-        ("max_prefill_tokens", 1, 1 << 20), ("max_model_len", 2, 1 << 24), ("seed", 0, (1 << 63) - 1),
+        ("max_step_tokens", 1, 1 << 20), ("max_model_len", 2, 1 << 24), ("seed", 0, (1 << 63) - 1),
     ):  # fmt: skip
         value = getattr(args, name)
         if value is not None and not low <= value <= high:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must lie between {low} and {high}")
     for name, least, most in (
-        ("speed", 1e-6, 1e9), ("interval_ms", 0.001, 1e7), ("aging_ms", 0.0, 1e9),
+        ("speed", 1e-6, 1e9), ("interval_ms", 0.001, 1e7), ("aging_seconds", 0.0, 1e6),
         ("kv_gib", 1e-6, 1e6), ("host_kv_gib", 1e-6, 1e6),
     ):  # fmt: skip
         value = getattr(args, name)
@@ -245,7 +251,7 @@ def _resolve(args: argparse.Namespace) -> Resolved:
             artifact=args.artifact,
             target=args.target,
             max_num_seqs=args.max_num_seqs,
-            max_prefill_tokens=args.max_prefill_tokens,
+            max_prefill_tokens=args.max_step_tokens,
             max_model_len=args.max_model_len,
             page_size=args.page_size,
             kv_gib=args.kv_gib,
@@ -253,8 +259,8 @@ def _resolve(args: argparse.Namespace) -> Resolved:
             host_kv_gib=args.host_kv_gib,
             max_waiting=args.max_waiting,
             steps_in_flight=args.steps_in_flight,
-            prefix_index=not args.no_prefix_index,
-            aging_ms=args.aging_ms,
+            prefix_index=not args.no_prefix_cache,
+            aging_seconds=args.aging_seconds,
         )
     )
 

@@ -167,7 +167,7 @@ def model(costs: Costs, buckets: Iterable[Bucket], limits: StepLimits) -> CostMo
     except ProgramError as e:
         raise UsageError(
             f"the step costs do not cover the scheduler: {e.message}",
-            hint="add sizes up to --max-num-seqs (decode) and --max-prefill-tokens (mixed), or lower those",
+            hint="add sizes up to --max-num-seqs (decode) and --max-step-tokens (mixed), or lower those",
         ) from None
     return CostModel(
         used,

@@ -42,7 +42,7 @@ class Deployment:
         max_waiting: requests in its queue; see Fleet.waits_when_full.
         steps_in_flight: planned before the oldest has ended: 2 is what a GPU's engine does.
         prefix_index: whether cached prefixes are used.
-        aging_ms: waiting that long makes up for one priority class; 0: never.
+        aging_seconds: waiting that long makes up for one priority class; 0: never.
     """
 
     limits: StepLimits
@@ -51,10 +51,10 @@ class Deployment:
     num_pages: int
     num_host_pages: int = 0
     page_move_seconds: float = 0.0
-    max_waiting: int = 256
+    max_waiting: int = 1024
     steps_in_flight: int = 2
     prefix_index: bool = True
-    aging_ms: float = 0.0
+    aging_seconds: float = 10.0
 
     def config(self) -> Any:
         """As the scheduler takes it. Raises UsageError for what it refuses."""
@@ -69,7 +69,7 @@ class Deployment:
             max_in_flight=self.steps_in_flight,
             prefix_index=self.prefix_index,
             num_host_pages=self.num_host_pages,
-            aging_ns=round(self.aging_ms * 1e6),
+            aging_ns=round(self.aging_seconds * 1e9),
         )
         return config
 

@@ -36,10 +36,10 @@ class Wanted:
     kv_pages: int | None = None
     host_kv_gib: float | None = None
     host_link: float = HOST_LINK
-    max_waiting: int = 256
+    max_waiting: int = 1024
     steps_in_flight: int = 2
     prefix_index: bool = True
-    aging_ms: float = 0.0
+    aging_seconds: float = 10.0
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def resolve(wanted: Wanted) -> Resolved:
         max_waiting=wanted.max_waiting,
         steps_in_flight=wanted.steps_in_flight,
         prefix_index=wanted.prefix_index,
-        aging_ms=wanted.aging_ms,
+        aging_seconds=wanted.aging_seconds,
     )
     return Resolved(deployment, model(costs, _used(buckets, costs, limits), limits), tuple(notes))
 
@@ -96,7 +96,7 @@ def _limits(max_num_seqs: int, max_prefill_tokens: int) -> StepLimits:
     try:
         return StepLimits(max_prefill_tokens, max_num_seqs, max_num_seqs)
     except ProgramError as e:
-        raise UsageError(e.message, hint="give --max-num-seqs and --max-prefill-tokens") from None
+        raise UsageError(e.message, hint="give --max-num-seqs and --max-step-tokens") from None
 
 
 def _largest(costs: Costs, kind: BucketKind) -> int:
