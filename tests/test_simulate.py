@@ -296,6 +296,8 @@ def test_an_artifact_gives_limits_buckets_and_kv_bytes(tiny_artifact: Path) -> N
     assert found.deployment.num_host_pages == int(0.02 * 2**30 / section.kv_page_bytes)
     assert found.model.per_context_token == pytest.approx(section.kv_page_bytes / envelope.page_size / 1e9)
     assert found.deployment.page_move_seconds == pytest.approx(section.kv_page_bytes / 50e9)
+    assert found.deployment.steps_in_flight == 1  # a CPU's engine
+    assert resolve(Wanted(COSTS, kv_pages=10)).deployment.steps_in_flight == 2
     other = replace(costs, provenance=replace(costs.provenance, artifact="ab" * 32, target="cuda:sm_90a"))
     notes = resolve(Wanted(other, artifact=tiny_artifact, target=section.target, kv_pages=10)).notes
     assert any("measured with artifact abababababab" in note for note in notes)

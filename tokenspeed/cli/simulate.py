@@ -109,7 +109,12 @@ def _add_replica(group: Any) -> None:
         default="wait",
         help="what a request does that finds the queue full (default: come again)",
     )
-    group.add_argument("--steps-in-flight", type=int, choices=(1, 2, 3), default=2, help="(default: %(default)s)")
+    group.add_argument(
+        "--steps-in-flight",
+        type=int,
+        choices=(1, 2, 3),
+        help="planned before the oldest has ended (default: what the engine does, 1 on a CPU, 2 on a GPU)",
+    )
     group.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt as a whole")
     group.add_argument(
         "--aging-seconds",

@@ -37,7 +37,7 @@ class Wanted:
     host_kv_gib: float | None = None
     host_link: float = HOST_LINK
     max_waiting: int = 1024
-    steps_in_flight: int = 2
+    steps_in_flight: int | None = None
     prefix_index: bool = True
     aging_seconds: float = 10.0
 
@@ -56,12 +56,14 @@ def resolve(wanted: Wanted) -> Resolved:
     notes: list[str] = []
     costs, buckets, page_size = wanted.costs, None, wanted.page_size or PAGE_SIZE
     bytes_per_token = _bytes_per_token(costs)
+    target = costs.provenance.target
     max_model_len, seqs, tokens = MAX_MODEL_LEN, _largest(costs, BucketKind.DECODE), _largest(costs, BucketKind.MIXED)
     if wanted.artifact is not None:
         artifact = Artifact.open(wanted.artifact)
         section, envelope = _section(artifact, wanted), artifact.manifest.envelope
         if wanted.page_size not in (None, envelope.page_size):
             raise UsageError(f"--page-size is {wanted.page_size}, but the artifact has pages of {envelope.page_size}")
+        target = section.target
         buckets, page_size = [entry.bucket for entry in section.buckets], envelope.page_size
         bytes_per_token = section.kv_page_bytes / page_size
         costs = with_attention(costs, bytes_per_token)
@@ -81,7 +83,7 @@ def resolve(wanted: Wanted) -> Resolved:
         num_host_pages=num_host_pages,
         page_move_seconds=move_seconds,
         max_waiting=wanted.max_waiting,
-        steps_in_flight=wanted.steps_in_flight,
+        steps_in_flight=wanted.steps_in_flight or (1 if target.startswith("cpu:") else 2),
         prefix_index=wanted.prefix_index,
         aging_seconds=wanted.aging_seconds,
     )
