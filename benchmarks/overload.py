@@ -2,11 +2,11 @@
 
     python benchmarks/overload.py ARTIFACT [--factor 3] [--seconds 120] [--max-waiting 64] [--json] [--requests FILE]
 
-Starts a server, measures its capacity (requests/s of a closed loop of `max_num_seqs` clients), then sends it Poisson
-arrivals at --factor times that for --seconds, each a stream on a connection of its own. Four API keys share the
-arrivals unevenly; the greediest names a new `user` in each request. Priorities are mixed, some prompts are long, some
-clients leave midway or while they wait. Arrivals and requests depend on --seed alone. Meanwhile the server's memory,
-pages and queue are sampled.
+Starts a server, measures its capacity (requests/s of a closed loop of a few more clients than `max_num_seqs`, so that
+no slot is ever empty), then sends it Poisson arrivals at --factor times that for --seconds, each a stream on a
+connection of its own. Four API keys share the arrivals unevenly; the greediest names a new `user` in each request.
+Priorities are mixed, some prompts are long, some clients leave midway or while they wait. Arrivals and requests depend
+on --seed alone. Meanwhile the server's memory, pages and queue are sampled.
 
 Verdicts follow: everybody got an answer, refusals were quick and polite, waits were bounded, memory was flat, the keys
 had their shares, and all pages are free again afterwards. Those that depend on how fast this machine is are marked
@@ -245,7 +245,7 @@ async def measure(server: Server, work: Workload, args: argparse.Namespace) -> d
     before = await probe(server)
     all_used = await use_every_page(server, engine, args.warm_up)
     source = requests(work, f"capacity {args.seed}", engine, leavers=False)
-    clients = engine["max_num_seqs"]
+    clients = engine["max_num_seqs"] + max(2, engine["max_num_seqs"] // 8)
     capacity, closed = await closed_loop(server, source, clients, args.capacity_seconds)
     idle_before = (await wait_until_idle(server, args.idle_seconds))[1]
     tell(f"capacity {capacity:.1f} requests/s with {clients} clients; {args.factor:g} times that comes now")
