@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenspeed.errors import EngineClosedError, QueueFullError, RequestError, T
 from tokenspeed.runtime import sampling
 from tokenspeed.runtime.async_llm import AsyncLLM, RequestOutput, TextOptions, generate_blocking, stream_blocking
 from tokenspeed.runtime.output import join
-from tokenspeed.runtime.request import FinishReason, SamplingParams
+from tokenspeed.runtime.request import FinishReason, RequestOptions, SamplingParams
 
 TOKENIZER = byte_level()
 HELLO = TOKENIZER.encode("hello world")
@@ -136,12 +137,18 @@ def test_leaving_early_aborts() -> None:
 
 
 def test_replicas_are_submitted_all_or_none() -> None:
-    engine = scripted("hello", max_running=1, max_waiting=1)
+    engine = scripted("hello", max_running=1, max_waiting=2)
     engine.hold.set()
-    with pytest.raises(QueueFullError, match="requests wait already"):
+    for waiting in (0, 1):  # one runs, one waits
+        engine.submit(HELLO, SamplingParams(), lambda event: None, seed=1, options=RequestOptions())
+        while engine.waiting_room.num_waiting != waiting:
+            time.sleep(0.005)
+    with pytest.raises(QueueFullError, match="2 requests wait already"):
+        whole(engine, HELLO, SamplingParams(n=2))
+    with pytest.raises(RequestError, match="prompts times n is 3, and at most 2 completions may wait at once"):
         whole(engine, HELLO, SamplingParams(n=3))
     engine.hold.clear()
-    assert engine.wait_until_idle()
+    assert engine.wait_until_idle() and engine.aborted == [2]
     assert len(generate_blocking(engine, [HELLO] * 9, SamplingParams(n=2))) == 18  # waits for room instead
     engine.close()
     with pytest.raises(EngineClosedError, match="takes no new requests"):
@@ -228,3 +235,32 @@ def test_max_tokens_defaults_to_what_fits(engine: FakeEngine) -> None:
     out = generate_blocking(engine, [5] * 250, SamplingParams(ignore_eos=True))[0]
     assert (len(out.token_ids), out.finish_reason) == (6, FinishReason.LENGTH)
     assert len(generate_blocking(engine, [5] * 255, SamplingParams())[0].token_ids) == 1
+
+
+def test_scheduling_reaches_the_engine_and_the_outputs_tell_of_it() -> None:
+    engine = FakeEngine(TOKENIZER, cached_tokens=3)
+    asked = RequestOptions(priority=4, tenant="ann", timeout=20.0, cache_key="k")
+    params = SamplingParams(max_tokens=3, ignore_eos=True, n=2)
+    parts = asyncio.run(collect(engine, HELLO, params, scheduling=asked))
+    first = [next(part for part in parts if part.index == i) for i in range(2)]
+    assert [(part.cached_tokens, part.queue_seconds) for part in first] == [(3, 0.03)] * 2
+    assert all(part.cached_tokens is None and part.queue_seconds is None for part in parts if part not in first)
+    joined = join(part for part in parts if part.index == 1)
+    assert (joined.cached_tokens, joined.queue_seconds) == (3, 0.03)
+    for out in (*stream_blocking(engine, HELLO, SamplingParams(max_tokens=1), scheduling=asked),
+                *generate_blocking(engine, HELLO, SamplingParams(max_tokens=1), scheduling=asked)):  # fmt: skip
+        assert out.cached_tokens == 3
+    assert engine.scheduling == [asked] * 4
+    engine.close()
+
+
+def test_a_generation_knows_what_was_cached_of_its_prompt() -> None:
+    async def run() -> tuple[int, int]:
+        async with AsyncLLM(engine).submit(HELLO, SamplingParams(max_tokens=2, ignore_eos=True)) as generation:
+            before = generation.cached_tokens
+            await generation.result()
+            return before, generation.cached_tokens
+
+    engine = FakeEngine(TOKENIZER, cached_tokens=3)
+    assert asyncio.run(run()) == (0, 3)
+    engine.close()

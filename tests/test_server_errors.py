@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -197,16 +198,33 @@ def test_the_api_key_guards_everything_but_health_and_the_page() -> None:
 
 
 def test_a_full_queue_is_429_and_says_when_to_retry() -> None:
-    engine = FakeEngine(TOKENIZER, max_running=1, max_waiting=1)
+    engine = FakeEngine(TOKENIZER, max_running=1, max_waiting=3)
     engine.hold.set()
     with running(engine) as server:
         body = {"prompt": ["a", "b", "c"], "max_tokens": 2}
-        r = server.client.post("/v1/completions", json=body)
-        assert r.status_code == 429 and r.headers["retry-after"] == "1"
-        assert r.json()["error"]["type"] == "rate_limit_error"
-        engine.hold.clear()
-        assert engine.wait_until_idle()  # the two that were admitted are gone as well
+        with server.client.stream("POST", "/v1/completions", json={**body, "stream": True}) as answered:
+            while engine.waiting_room.num_waiting != 2:  # one runs
+                time.sleep(0.005)
+            r = server.client.post("/v1/completions", json={**body, "prompt": ["d", "e"]})
+            assert r.status_code == 429 and r.headers["retry-after"] == "1"
+            error = r.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+            assert "3 requests wait already, which is the limit (retry in 1 s)" in error["message"]
+            engine.hold.clear()
+            assert answered.read().endswith(b"data: [DONE]\n\n")
+        assert engine.wait_until_idle() and engine.aborted == [3]  # that was admitted of the refused ones
         assert server.client.post("/v1/completions", json={**body, "prompt": "a"}).status_code == 200
+    engine.close(drain=False)
+
+
+def test_what_can_never_wait_at_once_is_not_to_be_retried() -> None:
+    engine = FakeEngine(TOKENIZER, max_waiting=3, max_waiting_per_tenant=2)
+    with running(engine) as server:
+        text = "prompts times n is {}, and at most 2 completions may wait at once (send fewer in one request)"
+        error = refused(server, "/v1/completions", {"prompt": ["a", "b"], "n": 2})
+        assert (error["message"], error["param"]) == (text.format(4), "prompt")
+        assert refused(server, "/v1/chat/completions", {"messages": USER, "n": 3})["message"] == text.format(3)
+        assert engine.submitted == []
     engine.close(drain=False)
 
 

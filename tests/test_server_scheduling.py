@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
@@ -185,7 +186,13 @@ def test_refusals_are_counted_by_why() -> None:
             return server.client.post(PATHS[0], json=body_of(PATHS[0], **body), headers=headers).status_code
 
         assert post("k3") == 401 and post("k1", priority=11) == 400
-        assert post("k1", prompt=["a"] * 4) == 429  # one may run, one wait: of this key
+        body, headers = body_of(PATHS[0], stream=True), {"authorization": "Bearer k1"}
+        with contextlib.ExitStack() as stack:
+            for waiting in (0, 1):  # one runs, one of this key waits
+                stack.enter_context(server.client.stream("POST", PATHS[0], json=body, headers=headers))
+                while engine.waiting_room.num_waiting != waiting:
+                    time.sleep(0.005)
+            assert post("k1") == 429
         assert engine.wait_until_idle()
         server.call(server.server.state.drain)
         assert post("k1") == 503

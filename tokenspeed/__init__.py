@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tokenspeed.runtime.async_llm import AsyncLLM as AsyncLLM
     from tokenspeed.runtime.engine import Engine as Engine
     from tokenspeed.runtime.engine import load as load
+    from tokenspeed.runtime.request import RequestOptions as RequestOptions
     from tokenspeed.runtime.request import SamplingParams as SamplingParams
 
 _HOMES = {
@@ -24,9 +25,10 @@ _HOMES = {
     "load": "tokenspeed.runtime.engine",
     "Engine": "tokenspeed.runtime.engine",
     "AsyncLLM": "tokenspeed.runtime.async_llm",
+    "RequestOptions": "tokenspeed.runtime.request",
     "SamplingParams": "tokenspeed.runtime.request",
 }
-__all__ = ["AsyncLLM", "Engine", "SamplingParams", "__version__", "build", "load"]
+__all__ = ["AsyncLLM", "Engine", "RequestOptions", "SamplingParams", "__version__", "build", "load"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,6 +22,7 @@ from tokenspeed.runtime.output import Assembler, RequestOutput, TextOptions, joi
 from tokenspeed.runtime.request import EngineEvent, EventSink, FinishReason, RequestOptions, SamplingParams
 from tokenspeed.runtime.sampling import Limits
 from tokenspeed.runtime.tokenizer import Tokenizer
+from tokenspeed.runtime.waiting import WaitingRoom
 
 __all__ = [
     "AsyncLLM", "Generation", "Prompt", "RequestOutput", "TextOptions", "encode_prompt", "generate_blocking",
@@ -76,6 +77,8 @@ class EngineLike(Protocol):
     def info(self) -> EngineInfo: ...
     @property
     def tokenizer(self) -> Tokenizer: ...
+    @property
+    def waiting_room(self) -> WaitingRoom: ...
     @property
     def alive(self) -> bool: ...  # whether it takes requests and its thread runs
     @property
@@ -334,6 +337,7 @@ class AsyncLLM:
     ) -> Generation:
         """Start completing ``prompt_ids`` on the running event loop. Errors as ``generate``, raised here and now."""
         resolved = sampling.resolve(prompt_ids, params or SamplingParams(), self.engine.info)
+        self.engine.waiting_room.check_size(resolved.n)
         if resolved.seed is None:
             resolved = replace(resolved, seed=sampling.fresh_seed())
         generation = Generation(self, list(prompt_ids), resolved, options or TextOptions(), scheduling)

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import NoReturn
 
-from tokenspeed.errors import QueueFullError
+from tokenspeed.errors import QueueFullError, RequestError
 from tokenspeed.runtime.request import MAX_PRIORITY
 
 WINDOW_SECONDS = 30.0
@@ -55,6 +55,16 @@ class WaitingRoom:
     def by_priority(self) -> tuple[int, ...]:
         """Waiting requests of each class, from 0."""
         return tuple(self._by_priority)
+
+    def check_size(self, number: int) -> None:
+        """Raises RequestError for so many requests that they could never wait at the same time."""
+        most = min(self._most, self._most_per_tenant or self._most)
+        if number > most:
+            raise RequestError(
+                f"prompts times n is {number}, and at most {most} completions may wait at once",
+                param="prompt",
+                hint="send fewer in one request",
+            )
 
     def enter(self, tenant: str, priority: int, now: float) -> Place:
         """A request joins the queue. Raises QueueFullError, which says when to come back."""

@@ -104,6 +104,8 @@ def _submit_all(
     llm: AsyncLLM, encoded: Sequence[list[int]], parsed: CompletionRequest, scheduling: RequestOptions
 ) -> list[Generation]:
     """All prompts or none."""
+    if len(encoded) > 1:
+        llm.engine.waiting_room.check_size(parsed.params.n * len(encoded))
     generations: list[Generation] = []
     try:
         for prompt_ids in encoded:
