@@ -19,9 +19,10 @@ from tokenspeed.artifact import Artifact
 from tokenspeed.bucket import Bucket, BucketKind, BucketTable, StepLimits
 from tokenspeed.compile.buckets import ladder
 from tokenspeed.errors import UsageError
-from tokenspeed.simulate.cost import CostModel, Costs, Point, model, parse_step_cost
+from tokenspeed.simulate.cost import CostModel, Costs, Point, buckets_of, model, parse_step_cost
 from tokenspeed.simulate.fleet import ROUTINGS, Deployment, Fleet, Outcome, simulate
 from tokenspeed.simulate.generate import KINDS, generate, with_parameters
+from tokenspeed.simulate.measured import load_costs
 from tokenspeed.simulate.picture import draw
 from tokenspeed.simulate.report import Slo, latency, report, write_records
 from tokenspeed.simulate.resolve import Wanted, resolve
@@ -29,6 +30,7 @@ from tokenspeed.simulate.svg import Line, Panel, picture
 from tokenspeed.simulate.text import table
 from tokenspeed.simulate.trace import TraceRequest
 
+RESULTS = Path(__file__).resolve().parent.parent / "benchmarks" / "results"
 LIMITS = StepLimits(max_prefill_tokens=512, max_num_seqs=16, max_logit_rows=16)
 COSTS = parse_step_cost(["decode:16=2ms,mixed:16=2ms,mixed:512=10ms,context=20ns,pair=2ns"])
 MODEL = model(COSTS, ladder(LIMITS), LIMITS)
@@ -61,7 +63,9 @@ def native(priced: CostModel) -> Any:
 def test_cpp_looks_buckets_up_as_the_artifact_does() -> None:
     limits = StepLimits(max_prefill_tokens=700, max_num_seqs=40, max_logit_rows=90)
     priced = model(
-        parse_step_cost(["decode:1=1ms,decode:40=3ms,mixed:700=20ms,context=1us,pair=3ns"]), ladder(limits), limits
+        parse_step_cost(["decode:1=1ms,decode:40=3ms,mixed:16=2ms,mixed:700=20ms,context=1us,pair=3ns"]),
+        ladder(limits),
+        limits,
     )
     lookup, rng = BucketTable(priced.buckets), random.Random(3)
     for _ in range(2000):
@@ -103,6 +107,29 @@ def test_times_of_one_request() -> None:
     assert list(outcome.arrival) == [0] and list(outcome.admitted) == [0]
     assert outcome.first_token[0] == pytest.approx((first + second) * 1e9, abs=3)
     assert outcome.end[0] == pytest.approx((first + second + sum(decodes)) * 1e9, abs=5)
+
+
+@pytest.mark.parametrize(("sequences", "ms"), [(1, 4.040), (32, 4.536), (64, 5.263), (128, 6.582), (256, 10.307)])
+def test_decodes_take_what_the_bench_measured(sequences: int, ms: float) -> None:
+    """As `tokenspeed bench` runs them, from its figures on an H200."""
+    limits = StepLimits(8192, 256, 256)
+    costs = load_costs([RESULTS / "h200-llama-3.1-8b.json"])
+    deployment = Deployment(limits, max_model_len=16384, page_size=64, num_pages=1000)
+    prompts = [TraceRequest(0, 64, 64)] * sequences
+    told = report(simulate(prompts, deployment, model(costs, buckets_of(costs, limits), limits), Fleet()))
+    assert told.all.tpot is not None and told.all.tpot.p50 * 1e3 == pytest.approx(ms, rel=0.01)
+
+
+@pytest.mark.parametrize(("tokens", "ms"), [(512, 15.3), (2048, 53.2), (8192, 239.8)])
+def test_prompts_take_about_what_the_bench_measured(tokens: int, ms: float) -> None:
+    """By the sweep of the same machine, which was measured with other steps beside them."""
+    limits = StepLimits(8192, 256, 256)
+    costs = load_costs([RESULTS / "h200-llama-3.1-8b.json"])
+    deployment = Deployment(limits, max_model_len=16384, page_size=64, num_pages=1000)
+    told = report(
+        simulate([TraceRequest(0, tokens, 1)], deployment, model(costs, buckets_of(costs, limits), limits), Fleet())
+    )
+    assert told.all.ttft is not None and told.all.ttft.p50 * 1e3 == pytest.approx(ms, rel=0.25)
 
 
 def test_prefixes_are_found_as_the_trace_allows() -> None:

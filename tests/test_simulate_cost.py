@@ -60,13 +60,15 @@ def test_attention_is_taken_off_and_added_again() -> None:
     assert overrated.seconds(DECODE, 8) == pytest.approx(0.001)
 
 
-def test_every_step_costs_what_its_own_bucket_does() -> None:
+def test_steps_cost_what_their_buckets_do_by_their_tokens() -> None:
     buckets = ladder(LIMITS)
     costs = Costs(tuple(Point(b.kind, b.num_tokens, b.num_tokens / 1e3) for b in buckets))
     priced = model(costs, buckets, LIMITS)
-    assert priced.step_seconds(3, 3, 3, decode_only=True) == pytest.approx(0.004)
-    assert priced.step_seconds(3, 3, 3, decode_only=False) == pytest.approx(0.016)
-    assert priced.step_seconds(300, 1, 1, decode_only=False) == pytest.approx(0.512)
+    assert priced.step_seconds(3, 3, 3, decode_only=False) == pytest.approx(0.016)  # the smallest of its kind
+    assert priced.step_seconds(300, 1, 1, decode_only=False) == pytest.approx(0.300)
+    uneven = replace(priced, seconds=tuple(b.num_tokens / (2e3 if b.num_tokens == 4 else 1e3) for b in priced.buckets))
+    assert uneven.step_seconds(3, 3, 3, decode_only=True) == pytest.approx(0.002)  # between 2 ms and 2 ms
+    assert uneven.step_seconds(6, 6, 6, decode_only=True) == pytest.approx(0.005)  # between 2 ms and 8 ms
     with pytest.raises(ProgramError, match="no bucket for a step of 9 tokens"):
         priced.step_seconds(9, 9, 9, decode_only=True)
 
@@ -195,6 +197,7 @@ def test_context_from_the_kv_bytes_of_an_artifact() -> None:
     assert with_attention(replace(costs, read_bytes_per_second=None), 1000.0).per_context_token is None
 
 
+SIZES = {"kind": "mixed", "num_tokens": 1, "num_seqs": 1, "num_logit_rows": 1}
 GOOD_COST = {
     "format": "tokenspeed step cost",
     "format_version": 1,
@@ -229,6 +232,7 @@ GOOD_BENCH: dict[str, Any] = {"figures": [{"case": "decode 1", "tokens_per_secon
         (GOOD_BENCH | {"ceilings": {"read_bytes_per_second": "fast"}}, "read_bytes_per_second must be a number"),
         ({"buckets": [{"bucket": {"kind": "mixed"}, "p50": 1}]}, "lacks 'num_tokens'"),
         ({"buckets": [{"p50": 1}]}, "lacks 'bucket'"),
+        ({"buckets": [{"bucket": SIZES, "p50": 1, "by_shape": {"full": "x"}}]}, "by_shape.full must be a number"),
     ],
 )
 def test_hostile_files(tmp_path: Path, data: Any, text: str) -> None:

@@ -64,8 +64,16 @@ int32_t StepCosts::bucket_of(const StepSize& step) const {
   return static_cast<int32_t>(found - buckets_.begin());
 }
 
+double StepCosts::base_seconds(int32_t num_tokens, size_t bucket) const noexcept {
+  const BucketCost& high = buckets_[bucket];
+  if (bucket == 0 || buckets_[bucket - 1].is_decode != high.is_decode) return high.seconds;
+  const BucketCost& low = buckets_[bucket - 1];
+  const double share = static_cast<double>(num_tokens - low.num_tokens) / (high.num_tokens - low.num_tokens);
+  return low.seconds + std::max(0.0, share) * (high.seconds - low.seconds);
+}
+
 int64_t StepCosts::step_ns(const StepSize& step, int32_t bucket) const noexcept {
-  const double seconds = buckets_[static_cast<size_t>(bucket)].seconds +
+  const double seconds = base_seconds(step.num_tokens, static_cast<size_t>(bucket)) +
                          per_context_token_ * static_cast<double>(step.context_tokens) + per_pair_ * step.pairs +
                          per_page_move_ * step.num_page_moves;
   return std::max<int64_t>(1, std::llround(seconds * 1e9));

@@ -1,13 +1,13 @@
 // What a step takes in virtual time: the seconds of its bucket, and of its attention.
 #pragma once
 
-#include <array>
+#include <cstddef>
 #include <cstdint>
 #include <vector>
 
 namespace tokenspeed::simulate {
 
-// A bucket as tokenspeed/bucket.py has it, and what its LaunchGraph takes without context.
+// A bucket as tokenspeed/bucket.py has it, and what its LaunchGraph takes for a full step without context.
 struct BucketCost {
   bool is_decode;
   int32_t num_tokens;
@@ -36,7 +36,8 @@ class StepCosts {
   // there is none.
   int32_t bucket_of(const StepSize& step) const;
 
-  // Nanoseconds, 1 at least.
+  // Nanoseconds, 1 at least. Kernels read a step's sizes and skip most of what pads it, so a step takes a time between
+  // that of its bucket and that of the next smaller one, by its tokens; in the smallest, that of the bucket.
   int64_t step_ns(const StepSize& step, int32_t bucket) const noexcept;
 
   // Decode buckets, then mixed ones, each in order of size.
@@ -45,6 +46,8 @@ class StepCosts {
 
  private:
   std::vector<BucketCost> buckets_;
+  double base_seconds(int32_t num_tokens, size_t bucket) const noexcept;
+
   int32_t num_decode_ = 0;
   double per_context_token_, per_pair_, per_page_move_;
 };

@@ -137,12 +137,13 @@ TEST(a_request_alone_takes_the_time_of_its_steps) {
   Simulator s(config(), costs());
   s.add(request(3, 100, 5));
   CHECK(s.run(kNever, 1000));
-  // Chunks of 64 and 36 tokens, 5 ms each, then four decodes.
+  // Chunks of 64 and 36 tokens, of 5 ms and 20/48 of the way from 2 ms to 5 ms, then four decodes.
   CHECK(s.records().arrival[0] == 3 * kMs && s.records().admitted[0] == 3 * kMs);
-  CHECK(s.records().first_token[0] == 13 * kMs && s.records().end[0] == 17 * kMs);
+  CHECK(s.records().first_token[0] == 11 * kMs + kMs / 4 && s.records().end[0] == 15 * kMs + kMs / 4);
   CHECK(status(s, 0) == Status::Finished && s.records().num_cached[0] == 0);
   const ReplicaTotals& totals = s.replicas()[0]->totals();
-  CHECK(totals.steps == 6 && totals.busy_ns == 14 * kMs && totals.step_tokens == 104 && totals.bucket_tokens == 132);
+  CHECK(totals.steps == 6 && totals.busy_ns == 12 * kMs + kMs / 4);
+  CHECK(totals.step_tokens == 104 && totals.bucket_tokens == 132);
 }
 
 TEST(attention_takes_its_time) {
@@ -150,7 +151,7 @@ TEST(attention_takes_its_time) {
   s.add(request(0, 100, 2));
   CHECK(s.run(kNever, 1000));
   // Pairs: 64 x 32, then 36 x (64 + 18). The decode reads 101 positions.
-  const auto expected = std::vector<int64_t>{10 * kMs + 204'800 + 295'200, 11 * kMs + 500'000 + 101'000};
+  const auto expected = std::vector<int64_t>{8'250'000 + 204'800 + 295'200, 9'250'000 + 500'000 + 101'000};
   CHECK(s.records().first_token[0] == expected[0] && s.records().end[0] == expected[1]);
 }
 

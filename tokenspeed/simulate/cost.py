@@ -3,8 +3,9 @@
     seconds(step) = base(its bucket) + per_context_token * (positions that its decodes read)
                                      + per_pair * (query tokens of its chunks x positions that each attends to)
 
-``base`` is what the bucket's LaunchGraph takes with no context: padding makes it the same for every step of the bucket.
-The two other terms are attention: decodes wait for keys and values to be read, chunks for products.
+``base`` lies between what a full step of the bucket takes with no context and what one of the next smaller bucket does,
+by the step's tokens: kernels read a step's sizes and skip most of what pads it. The two other terms are attention:
+decodes wait for keys and values to be read, chunks for products.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class CostModel:
-    """Seconds of every bucket of a deployment, and of attention. ``seconds[i]`` belongs to ``buckets[i]``."""
+    """Seconds of a full step of each bucket of a deployment, and of attention. ``seconds[i]`` is of ``buckets[i]``."""
 
     buckets: tuple[Bucket, ...]
     seconds: tuple[float, ...]
@@ -154,7 +155,11 @@ class CostModel:
         bucket = BucketTable(self.buckets).find(num_tokens, num_seqs, num_logit_rows, decode_only=decode_only)
         if bucket is None:
             raise ProgramError(f"no bucket for a step of {num_tokens} tokens, {num_seqs} sequences")
-        base = self.seconds[self.buckets.index(bucket)]
+        place = self.buckets.index(bucket)
+        base, low = self.seconds[place], self.buckets[place - 1] if place else bucket
+        if low.kind is bucket.kind and low != bucket:
+            share = max(0.0, (num_tokens - low.num_tokens) / (bucket.num_tokens - low.num_tokens))
+            base = self.seconds[place - 1] + share * (base - self.seconds[place - 1])
         return base + self.per_context_token * context_tokens + self.per_pair * pairs
 
 

@@ -174,15 +174,22 @@ def _per_pair(prompts: Sequence[_Figure]) -> float | None:
 
 
 def from_sweep(raw: Mapping[str, Any], provenance: Provenance) -> Costs:
-    """Costs from the object that `tokenspeed bench --sweep --json` prints: the median step of every bucket, over all
-    kinds of sampling. Raises ValueError."""
+    """Costs from the object that `tokenspeed bench --sweep --json` prints: the median of every bucket's full steps,
+    over all kinds of sampling. Raises ValueError."""
     json_check.check(raw["buckets"], [_SWEPT], "buckets")
     buckets = buckets_from([entry["bucket"] for entry in raw["buckets"]])
     points = []
     for bucket, entry in zip(buckets, raw["buckets"], strict=True):
         pairs = bucket.num_tokens * SWEEP_CONTEXT if bucket.kind is BucketKind.MIXED else 0
-        points.append(Point(bucket.kind, bucket.num_tokens, entry["p50"], 0, pairs))
+        points.append(Point(bucket.kind, bucket.num_tokens, _full_seconds(entry), 0, pairs))
     return Costs(tuple(points), buckets=tuple(sorted(buckets)), provenance=provenance)
+
+
+def _full_seconds(entry: Mapping[str, Any]) -> float:
+    """Of steps that fill their bucket; of all where there were none."""
+    shapes = entry.get("by_shape", {})
+    json_check.check(shapes, {...: float}, "by_shape")
+    return float(shapes.get("full", entry["p50"]))
 
 
 def _decodes_of_bench(raw: Mapping[str, Any], provenance: Provenance) -> Costs:
