@@ -21,7 +21,9 @@ from tokenspeed.json_check import check
 from tokenspeed.runtime import scheduler_trace
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.runtime.request import FinishReason, RequestOptions
+from tokenspeed.runtime.sampling import tenant_number
 from tokenspeed.runtime.scheduler_trace import END, HEADER, STEP, SchedulerTrace, StepTimes
+from tokenspeed.runtime.waiting import Place
 
 PAGE = 32
 SHARED = [(7 * i) % 250 for i in range(2 * PAGE)]
@@ -216,15 +218,18 @@ TIMES = StepTimes(1.0, 1.1, 1.2, 1.5, 1.6)
 def test_a_full_queue_drops_lines_and_says_how_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scheduler_trace, "WRITE_SECONDS", 60.0)  # the writer sleeps until it is woken to close
     with SchedulerTrace(tmp_path / "t", most_queued=3) as trace:
-        trace.begin(model="m", target="t", artifact="a", limits={})
-        trace.submitted(4, prompt_tokens=1, max_tokens=2, priority=0, tenant=7)
+        trace.begin("m", "t", "a", {})
+        trace.submitted(4, 1, 2, Place("", 0))
         for number in range(5):
             trace.step({**DECISION, "step": number}, TIMES, [(4, 11, None), (5, 12, "stop")])
         trace.ended(4, "abort")
         assert trace.dropped == 4
     _, first, second, end = lines_of(tmp_path / "t")
     assert (first["step"], first["dropped"], second["step"]) == (0, 4, 1) and "dropped" not in second
-    assert first["submitted"][0]["request"] == 4 and first["drew"] == [4, 5]
+    assert first["submitted"] == [
+        {"request": 4, "prompt_tokens": 1, "max_tokens": 2, "priority": 0, "tenant": tenant_number("")}
+    ]
+    assert first["drew"] == [4, 5]
     assert first["ended"] == [{"request": 5, "reason": "stop"}]
     assert (first["plan_seconds"], first["run_seconds"], first["commit_seconds"]) == (0.1, 0.3, 0.1)
     assert end == {"end": True, "steps": 2, "dropped": 4, "submitted": [], "ended": []}
@@ -232,7 +237,7 @@ def test_a_full_queue_drops_lines_and_says_how_many(tmp_path: Path, monkeypatch:
 
 def test_a_failed_step_says_why(tmp_path: Path) -> None:
     with SchedulerTrace(tmp_path / "t") as trace:
-        trace.begin(model="m", target="t", artifact="a", limits={})
+        trace.begin("m", "t", "a", {})
         trace.step({**DECISION, "step": 3}, TIMES, error="the device failed")
     _, step, _ = lines_of(tmp_path / "t")
     assert step["error"] == "the device failed" and step["drew"] == []
@@ -240,7 +245,7 @@ def test_a_failed_step_says_why(tmp_path: Path) -> None:
 
 def test_a_full_disk_ends_the_trace_and_nothing_else(capsys: pytest.CaptureFixture[str]) -> None:
     with SchedulerTrace("/dev/full") as trace:
-        trace.begin(model="m", target="t", artifact="a", limits={})
+        trace.begin("m", "t", "a", {})
         for number in range(3):
             trace.step({**DECISION, "step": number}, TIMES)
     assert trace.dropped >= 1

@@ -138,7 +138,7 @@ def ended(events: queue.SimpleQueue[EngineEvent], number: int) -> dict[int, Fini
 
 def test_the_room_of_an_engine_is_left_by_all_ways(tiny_artifact: Path) -> None:
     """Whether a request ran, was aborted or timed out in the queue, its place is free again."""
-    long = SamplingParams(max_tokens=20_000, ignore_eos=True)
+    long = SamplingParams(max_tokens=60_000, ignore_eos=True)
     events: queue.SimpleQueue[EngineEvent] = queue.SimpleQueue()
     with tokenspeed.load(tiny_artifact, options=SMALL, max_waiting=6, max_waiting_per_tenant=2) as engine:
 

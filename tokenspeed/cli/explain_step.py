@@ -31,7 +31,7 @@ def add_parser(subparsers: Subparsers) -> None:
     parser = add_command(
         subparsers,
         "explain-step",
-        help="say what each step of a server ran, and why it admitted no more",
+        help="say what each step ran, and why it admitted no more",
         description="Render the file that `tokenspeed serve --trace-scheduler FILE` writes: what ran, who was\n"
         "admitted and how much of each prompt was cached, why nobody else was, who was preempted and why. Without a\n"
         "choice it sums the trace up. A server may still be writing it.",
@@ -203,7 +203,7 @@ def _print_life(steps: Iterable[dict[str, Any]], request: int) -> None:
             drawn.append(step)
         for item in step["ended"]:
             if item["request"] == request:
-                where = "in" if request in step["drew"] else "before"
+                where = "in" if request in step["drew"] or "error" in step else "before"
                 say(step, f"ended with {item['reason']!r} {where} step {step['step']}")
     flush()
 

@@ -35,7 +35,7 @@ from tokenspeed.runtime.request import (
     TokenLogprobs,
 )
 from tokenspeed.runtime.sampling import check_options, resolve, tenant_number, token_mask
-from tokenspeed.runtime.scheduler_trace import SchedulerTrace, StepTimes
+from tokenspeed.runtime.scheduler_trace import SchedulerTrace, StepTimes, limits_of
 from tokenspeed.runtime.waiting import Place, WaitingRoom
 from tokenspeed.step import MAX_TOP_LOGPROBS
 
@@ -173,9 +173,8 @@ class Engine:
             kv_events.begin(self._config.page_size)
         self._trace = scheduler_trace
         if scheduler_trace is not None:
-            limits = {"max_waiting_per_tenant": max_waiting_per_tenant, **_limits(self._config)}
-            about = {"model": self.info.model, "target": self.info.target, "artifact": self.info.artifact_digest}
-            scheduler_trace.begin(**about, limits=limits)
+            limits = {**limits_of(self._config), "max_waiting_per_tenant": max_waiting_per_tenant}
+            scheduler_trace.begin(self.info.model, self.info.target, self.info.artifact_digest, limits)
         self._live: dict[int, _Live] = {}
         self._num_asking_logprobs = self._num_with_timeout = 0  # live requests
         self._in_flight: deque[_Running] = deque()
@@ -433,7 +432,8 @@ class Engine:
             else:
                 self._prompt_tokens += len(item.prompt_ids)
                 if self._trace is not None:
-                    self._trace_submission(self._trace, item)
+                    live = item.live
+                    self._trace.submitted(item.request_id, len(item.prompt_ids), live.params.max_tokens, live.place)
 
     def _take_inbox_after_stop(self) -> None:
         for item in self._inbox:
@@ -528,17 +528,6 @@ class Engine:
             times = StepTimes(running.began, running.planned, running.submitted, done, committed)
             self._trace.step(running.decision, times, drawn, error)
 
-    def _trace_submission(self, trace: SchedulerTrace, item: _Submission) -> None:
-        place, params = item.live.place, item.live.params
-        assert params.max_tokens is not None  # resolved
-        trace.submitted(
-            item.request_id,
-            prompt_tokens=len(item.prompt_ids),
-            max_tokens=params.max_tokens,
-            priority=place.priority,
-            tenant=tenant_number(place.tenant),
-        )
-
     def _note_failed_move(self, error: MoveError) -> None:
         self._failed_moves += 1
         _log.warning("a step failed: %s", error)
@@ -622,15 +611,6 @@ class Engine:
 def is_lost(error: Exception) -> bool:
     """Whether a device has stopped working for good."""
     return isinstance(error, _native.DeviceLostError)
-
-
-def _limits(config: _native.SchedulerConfig) -> dict[str, Any]:
-    """What a step and the queue may hold, by the names of SchedulerConfig."""
-    names = (
-        "max_num_seqs", "max_prefill_tokens", "max_logit_rows", "max_model_len", "page_size", "num_pages",
-        "num_host_pages", "max_waiting", "max_in_flight", "prefix_index",
-    )  # fmt: skip
-    return {**{name: getattr(config, name) for name in names}, "aging_seconds": config.aging_ns * 1e-9}
 
 
 def _logprobs(outputs: StepOutputs, row: int, top: int) -> TokenLogprobs:

@@ -18,10 +18,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenspeed import __version__
 from tokenspeed.errors import ResourceError
+from tokenspeed.runtime.sampling import tenant_number
+
+if TYPE_CHECKING:
+    from tokenspeed import _native
+    from tokenspeed.runtime.waiting import Place
 
 FORMAT = "tokenspeed scheduler trace"
 FORMAT_VERSION = 1
@@ -106,7 +111,7 @@ class SchedulerTrace:
     def dropped(self) -> int:
         return self._not_queued + self._not_written
 
-    def begin(self, *, model: str, target: str, artifact: str, limits: Mapping[str, Any]) -> None:
+    def begin(self, model: str, target: str, artifact: str, limits: Mapping[str, Any]) -> None:
         """What is traced. Before anything else, and once."""
         self._started = time.perf_counter()
         header = {
@@ -122,14 +127,14 @@ class SchedulerTrace:
         self._write(header)
         self._thread.start()
 
-    def submitted(self, request_id: int, *, prompt_tokens: int, max_tokens: int, priority: int, tenant: int) -> None:
-        """A request has come to the scheduler. ``tenant`` is its number, not its name."""
+    def submitted(self, request_id: int, prompt_tokens: int, max_tokens: int | None, place: Place) -> None:
+        """A request has come to the scheduler. Its tenant is written as a number, not by name."""
         request = {
             "request": request_id,
             "prompt_tokens": prompt_tokens,
             "max_tokens": max_tokens,
-            "priority": priority,
-            "tenant": tenant,
+            "priority": place.priority,
+            "tenant": tenant_number(place.tenant),
         }
         self._put(("submitted", request))
 
@@ -211,6 +216,15 @@ class SchedulerTrace:
         self._failed = True
         self._not_written += 1
         print(f"the scheduler's trace ends: cannot write to {self._path}: {error.strerror}", file=sys.stderr)
+
+
+def limits_of(config: _native.SchedulerConfig) -> dict[str, Any]:
+    """What a step and the queue may hold, by the names of SchedulerConfig."""
+    names = (
+        "max_num_seqs", "max_prefill_tokens", "max_logit_rows", "max_model_len", "page_size", "num_pages",
+        "num_host_pages", "max_waiting", "max_in_flight", "prefix_index",
+    )  # fmt: skip
+    return {**{name: getattr(config, name) for name in names}, "aging_seconds": config.aging_ns * 1e-9}
 
 
 def _line(item: _Step, started: float, news: _News, dropped: int) -> dict[str, Any]:
