@@ -43,7 +43,7 @@ void add_edges(std::vector<TableEdge>& edges) {
 }
 
 template <class... States>
-std::vector<TableEdge> table_of(const std::variant<States...>*) {
+std::vector<TableEdge> table_of(const OneOf<States...>*) {
   std::vector<TableEdge> edges;
   (add_edges<States>(edges), ...);
   return edges;

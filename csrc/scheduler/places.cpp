@@ -9,7 +9,9 @@ namespace tokenspeed::scheduler {
 using fsm::holding;
 
 // Evicts cached pages that no request uses until so many are free. False, nothing evicted: so many are not to be had.
-bool Scheduler::make_room(int32_t num_pages) { return pages_.num_free() >= num_pages || prefixes_.make_room(num_pages); }
+bool Scheduler::make_room(int32_t num_pages) {
+  return pages_.num_free() >= num_pages || prefixes_.make_room(num_pages);
+}
 
 // The running requests, who is first when pages are short at the front.
 void Scheduler::find_running_by_rank() {
@@ -66,8 +68,8 @@ void Scheduler::enter_lane(Request& request) {
   const int32_t num_pages = held.prefix.num_pages() + held.pages.num_pages();
   request.lane = static_cast<int32_t>(lanes_.size());
   lanes_.push_back({.request = &request,
-                    .slot = held.slot.slot(),
                     .tag = ++last_tag_,
+                    .slot = held.slot.slot(),
                     .position = request.num_positions,
                     .covered = num_pages * config_.page_size,
                     .end = request.decode_end(),
@@ -90,20 +92,48 @@ void Scheduler::leave_place(Request& request) noexcept {
   if (prefilling_ == &request) prefilling_ = nullptr;
 }
 
+// Publishes the pages that the step's decodes have filled. Each is far away in memory from the others, so all of it is
+// asked for at first, in as many rounds as one thing leads to the next.
+void Scheduler::publish_decodes(const PlannedStep& plan) {
+  if (!config_.prefix_index) return;
+  publishing_.clear();
+  const auto decodes = std::span(plan.entries).first(static_cast<size_t>(plan.step->num_decodes));
+  for (const Entry& entry : decodes) {
+    if (entry.end % config_.page_size != 0) continue;
+    publishing_.push_back(&entry);
+    entry.request->prefetch();
+  }
+  std::erase_if(publishing_, [](const Entry* entry) { return fsm::has_ended(entry->request->state); });
+  for (const Entry* entry : publishing_) __builtin_prefetch(holding(entry->request->state));
+  for (const Entry* entry : publishing_) {
+    prefixes_.prefetch_ref(holding(entry->request->state)->prefix);
+    __builtin_prefetch(next_page_to_publish(*entry->request).data());
+  }
+  for (const Entry* entry : publishing_) {
+    prefixes_.prefetch_publish(holding(entry->request->state)->prefix, next_page_to_publish(*entry->request));
+  }
+  for (const Entry* entry : publishing_) publish_full_pages(*entry->request, entry->end);
+}
+
+// The tokens of the page behind its cached path, which must be there.
+std::span<const int32_t> Scheduler::next_page_to_publish(const Request& request) const noexcept {
+  const auto size = static_cast<size_t>(config_.page_size);
+  const auto page = static_cast<size_t>(holding(request.state)->prefix.num_pages());
+  return std::span(request.tokens).subspan(page * size, size);
+}
+
 // Puts the pages of the first `num_positions` positions, which committed steps have written, into the prefix index.
 // Where it has one already, as two requests with one prompt run side by side, the request goes on with that one.
 void Scheduler::publish_full_pages(Request& request, int32_t num_positions) {
   fsm::Holding& held = *holding(request.state);
-  const int32_t size = config_.page_size;
-  while (num_positions >= (held.prefix.num_pages() + 1) * size) {
+  while (num_positions >= (held.prefix.num_pages() + 1) * config_.page_size) {
     if (!request.publishes || held.prefix.is_stale()) {
       request.publishes = false;
       return;
     }
     const auto page = static_cast<size_t>(held.prefix.num_pages());
-    const std::span<const int32_t> tokens =
-        std::span(request.tokens).subspan(page * static_cast<size_t>(size), static_cast<size_t>(size));
-    cache::PrefixIndex::Published published = prefixes_.publish(held.prefix, tokens, held.pages.take_front());
+    cache::PrefixIndex::Published published =
+        prefixes_.publish(held.prefix, next_page_to_publish(request), held.pages.take_front());
     if (!published.duplicate) continue;
     page_row(held.slot.slot(), held.prefix.num_pages())[page] = published.page;
     if (request.lane >= 0) {  // what steps have of it is not right any more

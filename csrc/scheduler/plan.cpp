@@ -113,8 +113,8 @@ void Scheduler::describe(PlannedStep& plan, Held held) {
 // What keeps `request`, which is next, from being admitted; NothingWaits when nothing does.
 //
 // A new request needs pages for the chunk at hand, and for its first decode where that chunk is the last; one that had
-// been preempted needs them for all that it knows, so that nothing can keep it from drawing a token once it is back. And
-// either leaves a page for each running request: else the next decodes would preempt what was just computed.
+// been preempted needs them for all that it knows, so that nothing can keep it from drawing a token once it is back.
+// And either leaves a page for each running request: else the next decodes would preempt what was just computed.
 Held Scheduler::measure(const PlannedStep& plan, const Request& request, Candidate& candidate) {
   const int32_t tokens_left = config_.max_prefill_tokens - plan.step->num_tokens;
   if (tokens_left == 0) return Held::Tokens;
@@ -190,8 +190,8 @@ bool Scheduler::plan_chunk(PlannedStep& plan, Request& request) {
   const int32_t slot = held.slot.slot();
   const int32_t num_held = held.prefix.num_pages() + held.pages.num_pages();
 
-  // Cut to the pages that are to be had, of which the last chunk needs one for the first decode too. Where not one token
-  // fits, it takes the pages of a request behind it.
+  // Cut to the pages that are to be had, of which the last chunk needs one for the first decode too. Where not one
+  // token fits, it takes the pages of a request behind it.
   int32_t end = whole_end;
   for (bool ranked = false;; ranked = true) {
     const int64_t room = int64_t{num_held + prefixes_.num_available()} * config_.page_size;

@@ -69,8 +69,8 @@ struct Request : HotRequest, QueueEntry {
 // last one moves to where one leaves.
 struct DecodeLane {
   Request* request;
+  uint64_t tag;       // of the request and of the pages it has; see Step::add_decode
   int32_t slot;
-  uint32_t tag;       // of the request and of the pages it has; see Step::add_decode
   int32_t position;   // of the newest token
   int32_t covered;    // positions that its pages have room for
   int32_t end;        // Request::decode_end

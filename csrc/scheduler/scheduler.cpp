@@ -63,6 +63,7 @@ Scheduler::Scheduler(const SchedulerConfig& config, const std::vector<StepMemory
   ended_.reserve(num_seqs);
   preempted_.reserve(num_seqs);
   retired_.reserve(num_seqs);
+  publishing_.reserve(num_seqs);
   for (size_t i = 0; i < num_steps; ++i) {
     in_flight_[i].step = std::make_unique<Step>(config_, io.empty() ? nullptr : &io[i]);
     in_flight_[i].entries.reserve(num_seqs);
@@ -85,7 +86,8 @@ void Scheduler::check_request(int64_t request_id, const std::vector<int32_t>& pr
   if (negative != prompt.end()) refuse("need token ids 0 or more, have " + std::to_string(*negative));
   check_adjustments(params, config_, refuse);
   if (params.priority < 0 || params.priority >= kNumPriorities) {
-    refuse("need a priority of 0 to " + std::to_string(kNumPriorities - 1) + ", have " + std::to_string(params.priority));
+    refuse("need a priority of 0 to " + std::to_string(kNumPriorities - 1) + ", have " +
+           std::to_string(params.priority));
   }
   if (params.tenant < 0) refuse("need a tenant of 0 or more, have " + std::to_string(params.tenant));
   const uint64_t num_tokens = prompt.size() + static_cast<uint64_t>(params.max_new_tokens);
@@ -115,8 +117,8 @@ void Scheduler::submit(int64_t request_id, std::vector<int32_t> prompt, RequestP
 
 Scheduler::PlannedStep& Scheduler::oldest(int64_t step_id, const char* verb) {
   if (num_in_flight_ == 0 || oldest_id_ != step_id) {
-    const std::string need =
-        num_in_flight_ == 0 ? "a step in flight, have none" : "the oldest step in flight, " + std::to_string(oldest_id_);
+    const std::string need = num_in_flight_ == 0 ? "a step in flight, have none"
+                                                 : "the oldest step in flight, " + std::to_string(oldest_id_);
     throw std::invalid_argument(std::string(verb) + " of step " + std::to_string(step_id) + ": need " + need);
   }
   return in_flight_[static_cast<size_t>(step_id % config_.max_in_flight)];
@@ -127,6 +129,7 @@ std::span<const DrawnToken> Scheduler::commit(int64_t step_id, std::span<const i
   check_tokens(plan, tokens);
   drawn_.clear();
   const auto num_decodes = static_cast<size_t>(plan.step->num_decodes);
+  publish_decodes(plan);
   for (size_t i = 0; i < plan.entries.size(); ++i) {
     if (i + kPrefetchObject < plan.entries.size()) plan.entries[i + kPrefetchObject].request->prefetch();
     if (i + kPrefetchContents < plan.entries.size()) plan.entries[i + kPrefetchContents].request->prefetch_tokens();
@@ -136,7 +139,7 @@ std::span<const DrawnToken> Scheduler::commit(int64_t step_id, std::span<const i
       drain(request);
       continue;
     }
-    if (i >= num_decodes || entry.end % config_.page_size == 0) publish_full_pages(request, entry.end);
+    if (i >= num_decodes) publish_full_pages(request, entry.end);
     if (entry.draw_row < 0) {
       fsm::follow(request.state, fsm::Commit{});
       continue;

@@ -177,7 +177,9 @@ class Scheduler {
   void enter_lane(Request& request);
   void leave_lane(Request& request) noexcept;
   void leave_place(Request& request) noexcept;
+  void publish_decodes(const PlannedStep& plan);
   void publish_full_pages(Request& request, int32_t num_positions);
+  std::span<const int32_t> next_page_to_publish(const Request& request) const noexcept;
   void free_retired();
 
   PlannedStep& oldest(int64_t step_id, const char* verb);
@@ -204,9 +206,11 @@ class Scheduler {
   std::vector<DecodeLane> lanes_;
   Request* prefilling_ = nullptr;  // the one prefill that is not complete
   std::vector<Request*> by_rank_;  // of one plan
+  std::vector<const Entry*> publishing_;  // of one commit
   std::vector<Retired> retired_;   // in order of last_step
 
-  // The waiting request that lacked pages last, and how many were to be had: until there are more it is not asked again.
+  // The waiting request that lacked pages last, and how many were to be had: until there are more it is not asked
+  // again.
   const Request* short_of_pages_ = nullptr;
   int32_t pages_had_ = 0;
 
@@ -214,7 +218,7 @@ class Scheduler {
   std::array<PlannedStep, fsm::kMaxInFlight> in_flight_;
   int32_t num_in_flight_ = 0;
   int64_t oldest_id_ = 1;  // of the steps in flight, or of the next one
-  uint32_t last_tag_ = 0;
+  uint64_t last_tag_ = 0;
 
   std::vector<int64_t> preempted_;  // since the last step
   int64_t now_ns_ = 0;              // the latest time told

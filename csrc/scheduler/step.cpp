@@ -127,7 +127,7 @@ void Step::clear(int64_t new_id) noexcept {
 }
 
 // What does not change while a request decodes in the same row.
-void Step::write_decode(int32_t row, uint32_t tag, int64_t request_id, const RequestParams& params,
+void Step::write_decode(int32_t row, uint64_t tag, int64_t request_id, const RequestParams& params,
                         int32_t slot) noexcept {
   token_ids[row] = -1 - slot;
   cu_seqlens[row + 1] = row + 1;

@@ -1,4 +1,5 @@
-// One forward pass as flat arrays, named and typed as INPUTS of tokenspeed/step.py, written where the device reads them.
+// One forward pass as flat arrays, named and typed as INPUTS of tokenspeed/step.py, written where the device reads
+// them.
 #pragma once
 
 #include <cstddef>
@@ -58,7 +59,8 @@ struct Decision {
 };
 
 // A step fills the first num_tokens, num_seqs, num_logit_rows entries, and of adjustments as many as there are. A
-// page_table row is filled as far as its sequence has pages. The arrays are written to anew once the step has committed.
+// page_table row is filled as far as its sequence has pages. The arrays are written to anew once the step has
+// committed.
 class Step {
  public:
   // In memory of its own, without `memory`. Throws std::invalid_argument when a tensor does not fit.
@@ -72,7 +74,7 @@ class Step {
   // A decode of a request, which is what `tag` stands for: a row that holds a decode of the same tag gets only what
   // changes from step to step. Decodes come before all chunks. `pages` are the `num_pages` up to `page`, that of
   // `position`; the token is read on the device from the last-token table at `slot`.
-  void add_decode(uint32_t tag, int64_t request_id, const RequestParams& params, int32_t slot, int32_t position,
+  void add_decode(uint64_t tag, int64_t request_id, const RequestParams& params, int32_t slot, int32_t position,
                   const int32_t* pages, int32_t num_pages, int32_t page) noexcept {
     TS_ASSERT(num_decodes == num_tokens && num_decodes < max_seqs_, "decodes come before chunks, and have room");
     const int32_t row = num_decodes++;
@@ -151,11 +153,11 @@ class Step {
  private:
   // What a row holds of the decode that it was written for last.
   struct DecodeRow {
-    uint32_t tag = 0;  // 0: no decode's
+    uint64_t tag = 0;  // 0: no decode's
     int32_t num_pages = 0;
   };
 
-  void write_decode(int32_t row, uint32_t tag, int64_t request_id, const RequestParams& params, int32_t slot) noexcept;
+  void write_decode(int32_t row, uint64_t tag, int64_t request_id, const RequestParams& params, int32_t slot) noexcept;
   void write_pages(int32_t row, const int32_t* pages, int32_t num_pages) noexcept;
   int32_t add_row(const RowInfo& info, const RequestParams& params, int32_t token_row, int32_t position,
                   int32_t target) noexcept;

@@ -194,7 +194,7 @@ inline void SchedulerModel::check_order(const Step& step, const Flying& flying) 
   }
   const int64_t waiting = count(State::Waiting) + count(State::Preempted);
   require(d.held != Held::NothingWaits || waiting == 0, "nothing waits when it is said so");
-  require(d.held != Held::Tokens || step.num_tokens == config_.max_prefill_tokens, "tokens are short when it is said so");
+  require(d.held != Held::Tokens || step.num_tokens == config_.max_prefill_tokens, "tokens are short if it is said");
   require(d.num_decodes == step.num_decodes && d.num_decodes + d.num_chunks == step.num_seqs, "a decision has counts");
   require(d.num_decode_tokens + d.num_prefill_tokens == step.num_tokens && d.num_waiting == waiting, "and sums");
 }

@@ -3,6 +3,7 @@
 // page changes the stream. Memory begins as garbage, and is garbage again where a step failed.
 #pragma once
 
+#include <algorithm>
 #include <bit>
 #include <cstdint>
 #include <span>
@@ -65,7 +66,8 @@ inline Asked asked_in(const Step& s, int32_t row) noexcept {
   asked.bias_ids = std::span(s.bias_ids + begin, count);
   asked.bias_values = std::span(s.bias_values + begin, count);
   const auto words = static_cast<size_t>(s.mask_words);
-  if (s.mask_row[a] >= 0) asked.token_mask = std::span(s.token_masks + words * static_cast<size_t>(s.mask_row[a]), words);
+  const int32_t mask = s.mask_row[a];
+  if (mask >= 0) asked.token_mask = std::span(s.token_masks + words * static_cast<size_t>(mask), words);
   return asked;
 }
 
@@ -148,7 +150,7 @@ class Device {
   size_t size_of(int32_t pages) const noexcept { return static_cast<size_t>(pages) * static_cast<size_t>(page_size_); }
 
   void copy(const std::vector<Cell>& from, int32_t from_page, std::vector<Cell>& to, int32_t to_page) {
-    for (size_t i = 0; i < static_cast<size_t>(page_size_); ++i) to[size_of(to_page) + i] = from[size_of(from_page) + i];
+    std::copy_n(from.begin() + page_size_ * from_page, page_size_, to.begin() + page_size_ * to_page);
   }
   void spoil(std::vector<Cell>& memory, int32_t page) {
     for (size_t i = 0; i < static_cast<size_t>(page_size_); ++i) memory[size_of(page) + i] = {};
@@ -183,7 +185,9 @@ class Device {
       Counts& counted = counts_[static_cast<size_t>(s.count_slot[a])];
       const int32_t seq = s.adjust_seq[a], begin = s.cu_seqlens[seq];
       if (s.positions[begin] == 0) counted = {};
-      for (int32_t t = begin; t < s.cu_seqlens[seq + 1]; ++t) counted.add(token_of(s, t), s.positions[t] < s.prompt_lens[a]);
+      for (int32_t t = begin; t < s.cu_seqlens[seq + 1]; ++t) {
+        counted.add(token_of(s, t), s.positions[t] < s.prompt_lens[a]);
+      }
     }
   }
 

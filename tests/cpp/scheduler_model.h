@@ -272,7 +272,8 @@ class SchedulerModel {
   void check_sequence(const Step& step, int32_t seq, ModelRequest& r, int32_t& row, int32_t& adjusted);
   void check_row(const Step& step, int32_t row, const ModelRequest& r, bool is_prompt_row, int32_t token_row,
                  int32_t position) const;
-  void check_adjustment(const Step& step, int32_t seq, const ModelRequest& r, int32_t draw_row, int32_t& adjusted) const;
+  void check_adjustment(const Step& step, int32_t seq, const ModelRequest& r, int32_t draw_row,
+                        int32_t& adjusted) const;
   void check_pages(const Step& step) const;
   void check_order(const Step& step, const Flying& flying) const;
   void check_events();

@@ -5,7 +5,6 @@
 #include <string>
 #include <type_traits>
 #include <utility>
-#include <variant>
 
 #include "death.h"
 #include "fsm/table.h"
@@ -25,14 +24,15 @@ template <class T>
 constexpr bool is_move_only = !std::is_copy_constructible_v<T> && !std::is_copy_assignable_v<T> &&
                               std::is_nothrow_move_constructible_v<T> && std::is_nothrow_move_assignable_v<T>;
 template <class... State>
-constexpr bool all_move_only(std::variant<State...>*) {
+constexpr bool all_move_only(OneOf<State...>*) {
   return (is_move_only<State> && ...);
 }
-static_assert(all_move_only(static_cast<RequestState*>(nullptr)) && is_move_only<RequestState>);
+static_assert(all_move_only(static_cast<RequestState*>(nullptr)));
+static_assert(!std::is_copy_constructible_v<RequestState> && !std::is_copy_assignable_v<RequestState>);
 static_assert(is_move_only<Admit> && is_move_only<PlanChunk> && is_move_only<PlanLastChunk> && is_move_only<PlanDecode>,
               "events carry leases");
 static_assert(!std::is_default_constructible_v<Holding>, "a place cannot be conjured up without a slot");
-static_assert(std::is_empty_v<Waiting> && std::is_empty_v<Preempted> && std::is_empty_v<Finished>, "these hold nothing");
+static_assert(std::is_empty_v<Waiting> && std::is_empty_v<Preempted> && std::is_empty_v<Finished>);  // of no place
 static_assert(sizeof(RequestState) == 2 * sizeof(void*), "states change at every step, and must be small");
 
 template <class State, class Event>
@@ -53,7 +53,7 @@ struct Edge<State, Event> {
 
 // The whole table: for each event, the next state from every state in the order of RequestState.
 template <class Event, class... To>
-constexpr bool row = []<class... State>(std::variant<State...>*) {
+constexpr bool row = []<class... State>(OneOf<State...>*) {
   return (std::is_same_v<typename Edge<State, Event>::To, To> && ...);
 }(static_cast<RequestState*>(nullptr));
 

@@ -72,7 +72,8 @@ RequestParams random_params(Dice& dice, const SchedulerModel& model) {
   p.seed = dice.any();
   p.num_logprobs = dice.once_in(3) ? dice.roll(0, 5) : -1;
   p.num_prompt_logprobs = dice.once_in(6) ? dice.roll(0, 5) : -1;
-  for (int32_t n = dice.once_in(3) ? dice.roll(1, 5) : 0; n > 0; --n) p.stop_token_ids.push_back(dice.roll(0, kVocab - 1));
+  const int32_t num_stops = dice.once_in(3) ? dice.roll(1, 5) : 0;
+  for (int32_t i = 0; i < num_stops; ++i) p.stop_token_ids.push_back(dice.roll(0, kVocab - 1));
   if (dice.once_in(8)) p.repetition_penalty = 1.5f;
   if (dice.once_in(8)) p.presence_penalty = 0.25f;
   if (dice.once_in(8)) p.frequency_penalty = -0.5f;
