@@ -118,6 +118,7 @@ async def sample(server: Server) -> Sample:
         stats["num_waiting"],
         stats["num_pages"] - stats["num_free_pages"],
         stats["num_cached_pages"],
+        stats["scheduler"]["computed_tokens"] + stats["generation_tokens"],
         time.monotonic() - began,
     )
 
@@ -177,8 +178,9 @@ async def evicted_pages(server: Server) -> int:
 async def closed_loop(
     server: Server, source: Iterator[Request], clients: int, seconds: float
 ) -> tuple[float, list[Record]]:
-    """Requests/s that ``clients`` get served when each sends its next request as soon as the last is done, and what
-    became of those that count: the first of each does not, since all begin at once; two of each do, at least."""
+    """Tokens/s that ``clients`` get served when each sends its next request as soon as the last is done, and what
+    became of those that ended meanwhile. As all begin at once, nothing counts until as many have ended; as many more
+    count at least."""
     records: list[Record] = []
     running = True
 
@@ -196,14 +198,14 @@ async def closed_loop(
 
     tasks = [asyncio.create_task(client()) for _ in range(clients)]
     await until(clients)
-    start, num_before = time.monotonic(), len(records)
+    first, num_before = await sample(server), len(records)
     await asyncio.sleep(seconds)
-    await until(num_before + 2 * clients)
-    counted, took = records[num_before:], time.monotonic() - start
+    await until(num_before + clients)
+    last, counted = await sample(server), records[num_before:]
     running = False
     await asyncio.gather(*tasks)
     require(records)
-    return len(counted) / took, counted
+    return (last.num_tokens - first.num_tokens) / (last.at - first.at), counted
 
 
 def require(records: Sequence[Record]) -> None:
@@ -246,7 +248,8 @@ async def measure(server: Server, work: Workload, args: argparse.Namespace) -> d
     all_used = await use_every_page(server, engine, args.warm_up)
     source = requests(work, f"capacity {args.seed}", engine, leavers=False)
     clients = engine["max_num_seqs"] + max(2, engine["max_num_seqs"] // 8)
-    capacity, closed = await closed_loop(server, source, clients, args.capacity_seconds)
+    tokens_per_second, closed = await closed_loop(server, source, clients, args.capacity_seconds)
+    capacity = tokens_per_second / work.mean_tokens
     idle_before = (await wait_until_idle(server, args.idle_seconds))[1]
     tell(f"capacity {capacity:.1f} requests/s with {clients} clients; {args.factor:g} times that comes now")
     ended_before = ended_requests((await get(server.port, "/metrics")).decode())
@@ -273,6 +276,7 @@ async def measure(server: Server, work: Workload, args: argparse.Namespace) -> d
         "engine": engine,
         "clients": clients,
         "capacity": capacity,
+        "mean_tokens": work.mean_tokens,
         "closed": closed,
         "began": began,
         "records": records,

@@ -33,6 +33,12 @@ class Workload:
     leave_early_share: float = 0.04
     leave_early_seconds: float = 0.5
 
+    @property
+    def mean_tokens(self) -> float:
+        """Of a request that runs to its end, prompt and reply."""
+        prompt, long, reply = map(sum, (self.prompt_tokens, self.long_prompt_tokens, self.reply_tokens))
+        return (prompt * (1 - self.long_share) + long * self.long_share + reply) / 2
+
 
 @dataclass(frozen=True)
 class Request:
@@ -76,7 +82,8 @@ class Record:
 
 @dataclass
 class Sample:
-    """The server at one moment; ``seconds`` is how long it took to say so."""
+    """The server at one moment; ``num_tokens`` is what it has read and drawn so far, ``seconds`` how long it took to
+    say all this."""
 
     at: float
     resident_bytes: int
@@ -85,6 +92,7 @@ class Sample:
     num_waiting: int
     num_pages_in_use: int
     num_cached_pages: int
+    num_tokens: int
     seconds: float
 
 

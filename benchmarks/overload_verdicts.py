@@ -45,7 +45,8 @@ def first_token_bounds(found: Mapping[str, Any], args: argparse.Namespace) -> di
 
 
 def summary(found: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any]:
-    """Figures of the overload. Seconds and bytes, but for the names that say otherwise."""
+    """Figures of the overload. Seconds and bytes, but for the names that say otherwise; capacity and what was served a
+    second are in requests of mean length."""
     records: list[Record] = found["records"]
     samples: list[Sample] = found["samples"]
     outcomes = Counter(record.outcome for record in records)
@@ -59,10 +60,6 @@ def summary(found: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any
         served_tokens[record.tenant] += record.num_served_tokens
         asked[record.tenant] += 1
         asked_tokens[record.tenant] += round(record.num_served_tokens or mean_tokens)
-    half = found["began"] + args.seconds / 2  # the second half of the arrivals, in which all slots were taken
-    in_half = [
-        one for one in records if one.outcome == "served" and 0 <= one.sent + one.total - half < args.seconds / 2
-    ]
     early = found["began"] + min(15.0, args.seconds / 4)
     warm = [one.resident_bytes for one in samples if one.at <= early]
     later = [one.resident_bytes for one in samples if one.at > early]
@@ -72,7 +69,7 @@ def summary(found: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any
         "errors": dict(Counter(record.error for record in records if record.error).most_common(5)),
         "capacity_per_second": found["capacity"],
         "offered_per_second": len(records) / args.seconds,
-        "served_per_second": len(in_half) / (args.seconds / 2),
+        "served_per_second": tokens_per_second(samples, found["began"], args.seconds) / found["mean_tokens"],
         "served_in_closed_loop": len(found["closed"]),
         "first_token": {
             str(priority): percentiles([r.first_token for r in started if r.priority == priority and r.first_token])
@@ -103,6 +100,14 @@ def summary(found: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any
         "sent_late": percentiles(found["late"]),
         "idle_after": found["idle_after_seconds"],
     }
+
+
+def tokens_per_second(samples: Sequence[Sample], began: float, seconds: float) -> float:
+    """In the second half of the arrivals, when all slots are taken; 0 where too few samples are of it."""
+    inside = [one for one in samples if began + seconds / 2 <= one.at <= began + seconds]
+    if len(inside) < 2:
+        return 0.0
+    return (inside[-1].num_tokens - inside[0].num_tokens) / (inside[-1].at - inside[0].at)
 
 
 def polite(record: Record) -> bool:

@@ -174,16 +174,17 @@ def test_requests_depend_on_the_seed_alone(benchmark: Any) -> None:
 
 
 def finding(benchmark: Any) -> dict[str, Any]:
-    """What a good server leaves: 30 served in 10 s, 60 refused."""
+    """What a good server leaves: 28 served in 10 s at 36 tokens/s, 60 refused."""
     record, tenants = benchmark.Record, list(benchmark.TENANTS)
     common = {"outcome": "served", "status": 200, "first_token": 2.0, "finish_reason": "length"}
     records = [record(tenants[i % 4], i % 3, 10, 100 + i / 3, tokens=[1, 2], total=3.0, **common) for i in range(28)]
     records += [record("greedy", 0, 10, 100.0, "refused", 429, "4", "queue_full", total=0.01) for _ in range(60)]
-    samples = [benchmark.Sample(100 + i, 500_000_000, 20, 4, 8, 6, 2, 0.01) for i in range(12)]
-    idle = benchmark.Sample(113.0, 500_000_000, 14, 0, 0, 0, 9, 0.01)
+    samples = [benchmark.Sample(100 + i, 500_000_000, 20, 4, 8, 6, 2, 36 * i, 0.01) for i in range(12)]
+    idle = benchmark.Sample(113.0, 500_000_000, 14, 0, 0, 0, 9, 400, 0.01)
     closed = [record("team", 0, 10, 90.0, tokens=[1], total=1.0, **{**common, "first_token": 0.5})]
     return {
-        "capacity": 3.0, "closed": closed, "began": 100.0, "records": records, "late": [0.001], "samples": samples,
+        "capacity": 3.0, "mean_tokens": 12.0, "closed": closed, "began": 100.0, "records": records,
+        "late": [0.001], "samples": samples,
         "scrapes": [0.01], "idle_before": idle, "idle_after_seconds": 0.1, "after": idle, "same_answer": True,
         "ended": 29, "after_ready": {"compilations": 0}, "preemptions": 0, "every_page_used_before": True,
     }  # fmt: skip
@@ -253,6 +254,14 @@ def test_verdicts_on_samples_and_shares(benchmark: Any) -> None:
     found = finding(benchmark)
     found["records"] = found["records"][:28]
     assert failing(benchmark, found) == {"refused some, served some", "refused quickly", "overloaded"}
+
+
+def test_tokens_of_requests(benchmark: Any) -> None:
+    work = benchmark.Workload(long_share=0.25)
+    found = [
+        r.num_prompt_tokens + r.num_reply_tokens for r in itertools.islice(benchmark.requests(work, "a", INFO), 2000)
+    ]
+    assert sum(found) / len(found) == pytest.approx(work.mean_tokens, rel=0.1)
 
 
 def test_shares_that_are_due() -> None:
