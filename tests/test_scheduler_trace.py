@@ -208,6 +208,21 @@ def test_words_of_a_hostile_trace_are_only_shown(
     assert "{0.__class__} {max_num_seqs}" in explain(capsys, path, "--step", "1")
 
 
+def test_numbers_out_of_all_bounds(
+    traced: tuple[Path, dict[str, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    raw = lines_of(traced[0])
+    raw[1]["admitted"][0]["waited_ns"] = 10**400
+    path = tmp_path / "large"
+    path.write_text("".join(json.dumps(line) + "\n" for line in (raw[0], raw[1])))
+    for choice in ((), ("--step", "1"), ("--request", "0"), ("--slowest", "1")):
+        assert main(["explain-step", str(path), *choice]) == 2
+        assert "holds a number that is out of all bounds" in capsys.readouterr().err
+    for file, reason in ((tmp_path / "none", "No such file or directory"), (tmp_path, "Is a directory")):
+        assert main(["explain-step", str(file)]) == 2
+        assert capsys.readouterr().err == f"error: cannot read {file}: {reason}\n"
+
+
 # ---- the writer -----------------------------------------------------------------------------------------------
 
 _COUNTS = dict.fromkeys((name for name, kind in STEP.items() if kind is int and name != "dropped?"), 0)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +16,8 @@ from fake_engine import FakeEngine, FakeInfo
 from server_harness import Running, running
 from tiny_tokenizers import byte_level
 
+from tokenspeed.runtime.engine_info import EngineInfo, EngineStats
+from tokenspeed.runtime.server import metrics
 from tokenspeed.runtime.server.protocol import parse_chat, parse_completion
 
 TOKENIZER = byte_level()
@@ -320,3 +325,22 @@ def test_pipelined_and_kept_alive_connections(server: Running) -> None:
         for _ in range(3):
             body = {"prompt": "hello", "max_tokens": 2, "stream": True}
             assert client.post("/v1/completions", json=body).text.endswith("data: [DONE]\n\n")
+
+
+def test_the_page_reads_what_there_is() -> None:
+    page = (Path(metrics.__file__).parent / "page.html").read_text()
+    made, used = (set(re.findall(pattern, page)) for pattern in (r'id="(\w+)"', r'\$\("(\w+)"\)'))
+    assert made == used
+    stats = {field.name for field in dataclasses.fields(EngineStats)}
+    assert set(re.findall(r"\bs\.(\w+)", page)) <= stats
+    info = {field.name for field in dataclasses.fields(EngineInfo)}
+    assert {"max_num_seqs", "target", "dtype", "max_model_len"} <= set(re.findall(r"\be\.(\w+)", page)) & info
+
+
+def test_every_metric_is_in_the_documentation(server: Running) -> None:
+    text = (Path(__file__).parent.parent / "docs" / "server.md").read_text()
+    section = text[text.index("\n## Metrics\n") : text.index("\n## From Python\n")]
+    explained = set(re.findall(r"`(?:tokenspeed:)?(\w+?)(?:_total)?(?:\{\w+\})?`", section))
+    families = re.findall(r"^# TYPE tokenspeed:(\w+?)(?:_total)? (\w+)$", server.client.get("/metrics").text, re.M)
+    exposed = {name for name, kind in families if not name.endswith("_created")}
+    assert len(exposed) >= 30 and exposed <= explained, exposed - explained

@@ -56,7 +56,14 @@ def add_parser(subparsers: Subparsers) -> None:
 def run(args: argparse.Namespace) -> int:
     if args.slowest is not None and args.slowest < 1:
         raise UsageError(f"--slowest is {args.slowest}; it must be at least 1")
-    with open(args.trace, "rb") as file:
+    try:
+        return _run(args)
+    except OverflowError:
+        raise UsageError(f"{args.trace} holds a number that is out of all bounds") from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    with _open(args.trace) as file:
         trace = _Trace(args.trace, file)
         if args.request is not None:
             found = _life(trace, args.request)
@@ -75,6 +82,13 @@ def run(args: argparse.Namespace) -> int:
     if trace.complaint:
         print(f"note: {trace.complaint}", file=sys.stderr)
     return 0
+
+
+def _open(name: str) -> IO[bytes]:
+    try:
+        return open(name, "rb")
+    except OSError as e:
+        raise UsageError(f"cannot read {name}: {e.strerror}") from None
 
 
 class _Trace:
