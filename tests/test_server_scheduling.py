@@ -17,6 +17,8 @@ from fake_engine import FakeEngine
 from server_harness import Running, running
 from tiny_tokenizers import byte_level
 
+from tokenspeed.cli.main import parse
+from tokenspeed.cli.serve import api_keys
 from tokenspeed.errors import QueueFullError, UsageError
 from tokenspeed.runtime.request import RequestOptions
 from tokenspeed.runtime.server.keys import names_tenants, parse_keys
@@ -243,6 +245,21 @@ def test_keys_are_parsed(tmp_path: Path) -> None:
         "c", "red", "blue"
     }  # fmt: skip
     assert not names_tenants({}) and not names_tenants(parse_keys(["x"])) and names_tenants(parse_keys(["a=x"]))
+
+
+def test_the_command_line_goes_before_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def keys(*options: str) -> dict[str, str]:
+        return api_keys(parse(["serve", "artifact", *options]))
+
+    (tmp_path / "keys").write_text("file=k1\n")
+    monkeypatch.setenv("TOKENSPEED_API_KEY", "")
+    assert keys() == {}
+    monkeypatch.setenv("TOKENSPEED_API_KEY", "env=k0")
+    assert keys() == {"env": "k0"}
+    assert keys("--api-key", "k2") == {"": "k2"}
+    assert keys("--api-key-file", str(tmp_path / "keys")) == {"file": "k1"}
+    both = keys("--api-key", "a=k2", "--api-key-file", str(tmp_path / "keys"))
+    assert both == {"a": "k2", "file": "k1"}
 
 
 @pytest.mark.parametrize(

@@ -100,16 +100,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from tokenspeed.runtime.server import ServerSettings, serve_loading
-    from tokenspeed.runtime.server.keys import parse_keys
 
     options = load_options(args, settle=False)
     _check(args)
-    environment = os.environ.get("TOKENSPEED_API_KEY")
-    default = [environment] if environment and args.api_key_file is None else []
     settings = ServerSettings(
         host=args.host,
         port=args.port,
-        api_keys=parse_keys(args.api_key or default, args.api_key_file),
+        api_keys=api_keys(args),
         served_names=tuple(args.served_model_name),
         drain_timeout=args.drain_timeout,
         access_log=args.access_log,
@@ -147,6 +144,16 @@ def _serve(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         )
 
     return serve_loading(load_engine, settings, first=options.opened)
+
+
+def api_keys(args: argparse.Namespace) -> dict[str, str]:
+    """Keys by name: those of the command line, or else that of the environment."""
+    from tokenspeed.runtime.server.keys import parse_keys
+
+    environment = os.environ.get("TOKENSPEED_API_KEY")
+    if environment and not args.api_key and args.api_key_file is None:
+        return parse_keys([environment])
+    return parse_keys(args.api_key, args.api_key_file)
 
 
 def _check(args: argparse.Namespace) -> None:
