@@ -1,4 +1,5 @@
-// Python's view of the scheduler. Nothing here releases the GIL: every call takes microseconds.
+// Python's view of the scheduler. Nothing here releases the GIL: every call takes microseconds, and other threads may
+// read counts at any time.
 #include <nanobind/nanobind.h>
 #include <nanobind/ndarray.h>
 #include <nanobind/stl/optional.h>
