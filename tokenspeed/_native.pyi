@@ -546,6 +546,19 @@ class GpuDevice:
         step's sizes, of which submit writes the first three. Raises DeviceError.
         """
 
+    def allocate_host_pages(self, num_pages: int, page_bytes: int) -> None:
+        """
+        Allocate the host tier: num_pages pages of host memory for pages of region kv, page_bytes each. Region kv is
+        allocated before. Raises DeviceError, saying what to change when memory is short.
+        """
+
+    def move_pages(self, moves_out: Sequence[tuple[int, int]], moves_in: Sequence[tuple[int, int]]) -> None:
+        """
+        Copy pages before the step that is submitted next: first each (device page, host page) of moves_out from the
+        device to the host, then each of moves_in from the host to the device. A list names a page once. Pages that a
+        step in flight uses are not to be among them. Raises DeviceError; what the pages hold is then unknown.
+        """
+
     def view(self, region: str) -> memoryview:
         """
         The host's memory of inputs and outputs (for region io: region host_io), writable: set s begins at s times
@@ -610,9 +623,9 @@ class GpuDevice:
     def counters(self) -> dict[str, int]:
         """
         What the device has done so far: steps, nodes, graphs_loaded, modules_loaded, graph_instantiations,
-        captures, compilations, regions_allocated, bytes_allocated; since seal(): graphs_loaded_after_seal,
-        modules_loaded_after_seal, graph_instantiations_after_seal, captures_after_seal,
-        compilations_after_seal, allocations_after_seal, refused_after_seal.
+        captures, compilations, regions_allocated, bytes_allocated, pages_moved_out, pages_moved_in; since
+        seal(): graphs_loaded_after_seal, modules_loaded_after_seal, graph_instantiations_after_seal,
+        captures_after_seal, compilations_after_seal, allocations_after_seal, refused_after_seal.
         """
 
     def spans(self) -> list[tuple[str, float, float, int]]:

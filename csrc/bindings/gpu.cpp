@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/page_moves.h"
 #include "bindings/region_buffer.h"
 #include "device/gpu/gpu_device.h"
 #include "device/gpu/gpu_files.h"
@@ -128,6 +129,8 @@ nb::dict counters_of(const GpuDevice& device) {
   dict["compilations"] = 0;  // code objects are machine code, or refused
   dict["regions_allocated"] = all.regions_allocated;
   dict["bytes_allocated"] = all.bytes_allocated;
+  dict["pages_moved_out"] = all.pages_moved_out;
+  dict["pages_moved_in"] = all.pages_moved_in;
   dict["graphs_loaded_after_seal"] = sealed.graphs_loaded;
   dict["modules_loaded_after_seal"] = sealed.modules_loaded;
   dict["graph_instantiations_after_seal"] = sealed.graph_instantiations;
@@ -178,6 +181,9 @@ void bind_gpu_device(nb::module_& m) {
            "Allocate region io on the device, and region host_io: for each io set as many bytes of host memory, which\n"
            "graphs read and write where it lies. If step_sizes_offset is not negative, the int32[8] there are the\n"
            "step's sizes, of which submit writes the first three. Raises DeviceError.")
+      .def("allocate_host_pages", &GpuDevice::allocate_host_pages, "num_pages"_a, "page_bytes"_a, Release(),
+           kAllocateHostPagesDoc)
+      .def("move_pages", &move_pages<GpuDevice>, "moves_out"_a, "moves_in"_a, kMovePagesDoc)
       .def("view", &view_of, "region"_a, nb::sig("def view(self, region: str) -> memoryview"),
            "The host's memory of inputs and outputs (for region io: region host_io), writable: set s begins at s times\n"
            "the region's size rounded up to 4096. It may outlive the device. Raises DeviceError.")
@@ -212,9 +218,9 @@ void bind_gpu_device(nb::module_& m) {
            "From here on allocate, allocate_io, load_weights, load_binary and load_graph raise DeviceError.")
       .def("counters", &counters_of, nb::sig("def counters(self) -> dict[str, int]"),
            "What the device has done so far: steps, nodes, graphs_loaded, modules_loaded, graph_instantiations,\n"
-           "captures, compilations, regions_allocated, bytes_allocated; since seal(): graphs_loaded_after_seal,\n"
-           "modules_loaded_after_seal, graph_instantiations_after_seal, captures_after_seal,\n"
-           "compilations_after_seal, allocations_after_seal, refused_after_seal.")
+           "captures, compilations, regions_allocated, bytes_allocated, pages_moved_out, pages_moved_in; since\n"
+           "seal(): graphs_loaded_after_seal, modules_loaded_after_seal, graph_instantiations_after_seal,\n"
+           "captures_after_seal, compilations_after_seal, allocations_after_seal, refused_after_seal.")
       .def("spans", &GpuDevice::spans,
            "Where the time of the start went: (what, start, seconds, native id of the thread), starts on the clock of\n"
            "time.monotonic().")

@@ -627,6 +627,13 @@ TEST(moves_of_adjacent_pages_are_one_run) {
   CHECK(runs_of({{4, 1}, {6, 9}, {5, 8}}) == "4:1x1 5:8x2 ");
   CHECK(runs_of({{4, 9}, {6, 10}, {7, 11}}) == "4:9x1 6:10x2 ");
   CHECK(runs_of({{0, 2}, {1, 1}, {2, 0}}) == "0:2x1 1:1x1 2:0x1 ");
+  std::vector<PageMove> many;
+  for (int32_t i = 0; i < 100; ++i) many.push_back({37 * i % 100, i});
+  std::vector<PageRun> runs;
+  runs.reserve(many.size());
+  const int64_t before = num_allocations;
+  merge_moves(many, runs);
+  CHECK(num_allocations == before && runs.size() == 100);
 }
 
 TEST_MAIN

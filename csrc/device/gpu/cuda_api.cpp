@@ -182,6 +182,7 @@ class CudaDriver final : public Driver {
     resolve(call.host_unregister, "cuMemHostUnregister");
     resolve(call.host_address, "cuMemHostGetDevicePointer_v2");
     resolve(call.copy_to_device, "cuMemcpyHtoDAsync_v2");
+    resolve(call.copy_to_host, "cuMemcpyDtoHAsync_v2");
     resolve(call.fill, "cuMemsetD8Async");
     resolve(call.module_load, "cuModuleLoadData");
     resolve(call.module_unload, "cuModuleUnload");
@@ -190,6 +191,7 @@ class CudaDriver final : public Driver {
     resolve(call.stream_destroy, "cuStreamDestroy_v2");
     resolve(call.stream_query, "cuStreamQuery");
     resolve(call.stream_synchronize, "cuStreamSynchronize");
+    resolve(call.stream_wait, "cuStreamWaitEvent");
     resolve(call.event_create, "cuEventCreate");
     resolve(call.event_destroy, "cuEventDestroy_v2");
     resolve(call.event_record, "cuEventRecord");

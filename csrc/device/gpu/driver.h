@@ -101,6 +101,7 @@ struct EntryPoints {
   Status (*host_unregister)(void* memory);
   Status (*host_address)(Address* address, void* memory, unsigned flags);  // of registered memory, to the device
   Status (*copy_to_device)(Address to, const void* from, size_t bytes, Handle stream);
+  Status (*copy_to_host)(void* to, Address from, size_t bytes, Handle stream);
   Status (*fill)(Address to, unsigned char value, size_t bytes, Handle stream);
   Status (*module_load)(Handle* module, const void* image);
   Status (*module_unload)(Handle module);
@@ -109,6 +110,7 @@ struct EntryPoints {
   Status (*stream_destroy)(Handle stream);
   Status (*stream_query)(Handle stream);
   Status (*stream_synchronize)(Handle stream);
+  Status (*stream_wait)(Handle stream, Handle event, unsigned flags);  // for the event's latest record
   Status (*event_create)(Handle* event, unsigned flags);
   Status (*event_destroy)(Handle event);
   Status (*event_record)(Handle event, Handle stream);

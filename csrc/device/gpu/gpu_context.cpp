@@ -2,8 +2,11 @@
 
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstring>
+#include <system_error>
 #include <thread>
+#include <vector>
 
 namespace tokenspeed::device::gpu {
 namespace {
@@ -16,6 +19,28 @@ const char* advice_for(RegionKind kind) {
     case RegionKind::Weights: return "use a GPU with more memory, or build with a smaller dtype";
     case RegionKind::Kv: return "lower --kv-gib or max_num_seqs";
     default: return "lower --kv-gib, or build with lower max_prefill_tokens or max_num_seqs";
+  }
+}
+
+// The system zeroes memory as it is first touched, at a few GB/s a thread.
+void touch(std::byte* data, size_t nbytes) {
+  constexpr size_t kBytesPerThread = 256 << 20, kMaxThreads = 16;
+  const size_t most = std::min<size_t>(kMaxThreads, std::thread::hardware_concurrency());
+  const size_t num_pieces = std::clamp<size_t>(nbytes / kBytesPerThread, 1, std::max<size_t>(most, 1));
+  const size_t piece = (nbytes / num_pieces / Region::kHugePage + 1) * Region::kHugePage;
+  std::vector<std::jthread> threads;
+  for (size_t at = 0; at < nbytes; at += piece) {
+    const size_t size = std::min(piece, nbytes - at);
+    const auto fill = [=] { std::memset(data + at, 0, size); };
+    if (num_pieces == 1) {
+      fill();
+      return;
+    }
+    try {
+      threads.emplace_back(fill);
+    } catch (const std::system_error&) {  // the system has no thread left to give
+      fill();
+    }
   }
 }
 
@@ -109,8 +134,8 @@ DeviceMemory::~DeviceMemory() {
 PinnedMemory::PinnedMemory(std::shared_ptr<const Context> context, std::string_view what, uint64_t nbytes)
     : context_(std::move(context)), region_(std::make_shared<Region>(what, nbytes)) {
   context_->bind();
-  // Touched first: the driver then finds huge pages in place, and each thread brings in its own.
-  std::memset(region_->data(), 0, region_->size());
+  // Touched first: the driver then finds huge pages in place, which threads bring in side by side.
+  touch(region_->data(), region_->size());
   const EntryPoints& call = context_->call();
   context_->check(call.host_register(region_->base(), region_->mapped(), kHostPortable | kHostMapped), [&] {
     return "pin " + std::to_string(nbytes) + " bytes of host memory for " + std::string(what) + " (see `ulimit -l`)";

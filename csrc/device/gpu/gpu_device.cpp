@@ -89,14 +89,18 @@ std::pair<uint64_t, uint64_t> GpuDevice::memory() const {
   return context_->memory();
 }
 
-DeviceMemory& GpuDevice::make_region(RegionKind kind, uint64_t nbytes) {
-  const double start = Timeline::now();
-  auto& region = regions_[static_cast<size_t>(kind)];
-  region = std::make_unique<DeviceMemory>(context_, kind, nbytes);
+void GpuDevice::count_region(uint64_t nbytes) {
   count([&](GpuCounters& c) {
     ++c.regions_allocated;
     c.bytes_allocated += nbytes;
   });
+}
+
+DeviceMemory& GpuDevice::make_region(RegionKind kind, uint64_t nbytes) {
+  const double start = Timeline::now();
+  auto& region = regions_[static_cast<size_t>(kind)];
+  region = std::make_unique<DeviceMemory>(context_, kind, nbytes);
+  count_region(nbytes);
   timeline_.add(std::string("allocate ") + region_name(kind), start);
   return *region;
 }
@@ -165,6 +169,43 @@ void GpuDevice::allocate_io(uint64_t nbytes, int64_t step_sizes_offset) {
   io_.nbytes = nbytes;
   io_.stride = stride;
   step_sizes_offset_ = step_sizes_offset;
+}
+
+void GpuDevice::allocate_host_pages(int64_t num_pages, uint64_t page_bytes) {
+  std::unique_lock lock(mutex_);
+  require_unsealed("allocate host pages");
+  if (mover_ != nullptr || pinning_pages_) {
+    throw DeviceError("host pages are allocated already: they are allocated once");
+  }
+  const auto& kv = regions_[static_cast<size_t>(RegionKind::Kv)];
+  const HostTier tier = HostTier::make(num_pages, page_bytes, kv == nullptr ? 0 : kv->size());
+  pinning_pages_ = true;
+  std::unique_ptr<PageMover> mover;
+  std::exception_ptr error;
+  {
+    const Loading loading(*this);
+    lock.unlock();  // it takes as long as loading everything else
+    const double start = Timeline::now();
+    try {
+      mover = std::make_unique<PageMover>(context_, tier);
+    } catch (...) {
+      error = std::current_exception();
+    }
+    timeline_.add("pin host pages", start);
+    lock.lock();
+    pinning_pages_ = false;
+    mover_ = std::move(mover);
+    if (!error) count_region(tier.nbytes());
+    lock.unlock();
+  }
+  if (error) std::rethrow_exception(error);
+}
+
+std::shared_ptr<Region> GpuDevice::host_pages() const {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  if (mover_ == nullptr) throw DeviceError("there are no host pages: allocate them first");
+  return mover_->pages();
 }
 
 std::shared_ptr<Region> GpuDevice::host_io() const {
@@ -265,6 +306,7 @@ void GpuDevice::close() noexcept {
   closed_ = true;
   lock.unlock();
   bool ended = stream_->drain(close_seconds_);
+  if (mover_ != nullptr) ended = mover_->stream().drain(close_seconds_) && ended;
   lock.lock();
   const auto idle = [&] { return loading_ == 0 && waiting_ == 0; };
   ended = idle_.wait_for(lock, std::chrono::duration<double>(close_seconds_), idle) && ended;
@@ -282,6 +324,7 @@ void GpuDevice::close() noexcept {
     abandon(modules_);
     abandon(regions_);
     abandon(host_io_);
+    abandon(mover_);
     abandon(io_sets_);
     abandon(times_);
     abandon(stream_);
@@ -290,6 +333,7 @@ void GpuDevice::close() noexcept {
   modules_.clear();
   for (auto& region : regions_) region.reset();
   host_io_.reset();
+  mover_.reset();
   io_sets_.clear();
   times_.reset();
   stream_.reset();

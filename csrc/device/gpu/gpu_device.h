@@ -15,6 +15,7 @@
 #include "device/binding.h"
 #include "device/gpu/gpu_graph.h"
 #include "device/gpu/gpu_weights.h"
+#include "device/gpu/page_mover.h"
 #include "device/gpu/step_times.h"
 
 namespace tokenspeed::device::gpu {
@@ -33,6 +34,7 @@ struct GpuCounters {
   uint64_t steps = 0, nodes = 0;
   uint64_t graphs_loaded = 0, modules_loaded = 0, graph_instantiations = 0;
   uint64_t regions_allocated = 0, bytes_allocated = 0;
+  uint64_t pages_moved_out = 0, pages_moved_in = 0;
   uint64_t refused = 0;  // attempts that a sealed device turned down
 };
 
@@ -57,6 +59,11 @@ class GpuDevice {
   // memory that graphs read a step's inputs from and write its outputs to. The int32[8] at `step_sizes_offset` of a
   // set, unless that is negative, are the step's sizes: submit() writes the first three, the host the others.
   void allocate_io(uint64_t nbytes, int64_t step_sizes_offset);
+  // Pinned memory of the host tier, counted as a region: num_pages pages of page_bytes, the distance of pages in region
+  // kv. Throws DeviceError, also before region kv is allocated.
+  void allocate_host_pages(int64_t num_pages, uint64_t page_bytes);
+  // The host tier's memory.
+  std::shared_ptr<Region> host_pages() const;
   // Region host_io, one set after another, each beginning at a multiple of 4096 bytes.
   std::shared_ptr<Region> host_io() const;
 
@@ -68,6 +75,11 @@ class GpuDevice {
   // Queues a step behind those in flight: graphs run one after another, each reading its io set and writing to it. The
   // set belongs to the device until wait() has returned.
   Ticket submit(int graph, const StepSizes& sizes, int io_set);
+  // Copies all pages of `out` from the device to the host, then all of `in` from the host to the device, beside the
+  // steps in flight, which must use none of the pages that come and write none that leave. Steps submitted from here on
+  // wait for that. Each page occurs once at most in `out`, and in `in`. Throws DeviceError: then no step may count on
+  // any of them.
+  void move_pages(std::span<const PageMove> out, std::span<const PageMove> in);
   // Waits until the step of `ticket`, and all before it, are done and their outputs are in the host's memory: true.
   // False if they are not after `seconds`.
   bool wait(Ticket ticket, double seconds = std::numeric_limits<double>::infinity());
@@ -117,11 +129,12 @@ class GpuDevice {
   std::condition_variable idle_;
   Timeline timeline_;
   std::shared_ptr<const Context> context_;
-  std::unique_ptr<Stream> stream_;  // all work but the copies of weights
+  std::unique_ptr<Stream> stream_;  // all work but the copies of weights and pages
   DeviceRegions regions_;
   Modules modules_;
   std::vector<std::unique_ptr<GpuGraph>> graphs_;  // null while it is loaded
   std::unique_ptr<PinnedMemory> host_io_;
+  std::unique_ptr<PageMover> mover_;  // null without host tier, and while that is allocated
   std::vector<IoSet> io_sets_;
   HostIo io_;
   int64_t step_sizes_offset_ = -1;
@@ -130,7 +143,7 @@ class GpuDevice {
   std::array<GpuCounters, 2> counters_;  // in all, and after seal()
   int loading_ = 0, waiting_ = 0;  // calls that work without the lock
   double close_seconds_ = 0, spin_seconds_ = 0;
-  bool loading_weights_ = false, sealed_ = false, closed_ = false;
+  bool loading_weights_ = false, pinning_pages_ = false, sealed_ = false, closed_ = false;
 };
 
 }  // namespace tokenspeed::device::gpu

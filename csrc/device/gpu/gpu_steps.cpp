@@ -88,6 +88,17 @@ Ticket GpuDevice::submit(int graph, const StepSizes& sizes, int io_set) {
   return set.ticket;
 }
 
+void GpuDevice::move_pages(std::span<const PageMove> out, std::span<const PageMove> in) {
+  const std::lock_guard lock(mutex_);
+  require_open();
+  if (mover_ == nullptr) throw DeviceError("there are no host pages: call allocate_host_pages before seal()");
+  mover_->move(regions_[static_cast<size_t>(RegionKind::Kv)]->address(), out, in, *stream_, close_seconds_);
+  count([&](GpuCounters& c) {
+    c.pages_moved_out += out.size();
+    c.pages_moved_in += in.size();
+  });
+}
+
 bool GpuDevice::wait(Ticket ticket, double seconds) {
   Handle event = nullptr;
   {

@@ -111,6 +111,7 @@ class HipDriver final : public Driver {
     resolve(call.host_unregister, "hipHostUnregister");
     resolve(call.host_address, "hipHostGetDevicePointer");
     resolve(call.copy_to_device, "hipMemcpyHtoDAsync");
+    resolve(call.copy_to_host, "hipMemcpyDtoHAsync");
     resolve(call.fill, "hipMemsetD8Async");
     resolve(call.module_load, "hipModuleLoadData");
     resolve(call.module_unload, "hipModuleUnload");
@@ -119,6 +120,7 @@ class HipDriver final : public Driver {
     resolve(call.stream_destroy, "hipStreamDestroy");
     resolve(call.stream_query, "hipStreamQuery");
     resolve(call.stream_synchronize, "hipStreamSynchronize");
+    resolve(call.stream_wait, "hipStreamWaitEvent");
     resolve(call.event_create, "hipEventCreateWithFlags");
     resolve(call.event_destroy, "hipEventDestroy");
     resolve(call.event_record, "hipEventRecord");

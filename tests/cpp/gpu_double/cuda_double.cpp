@@ -122,7 +122,10 @@ Status cuMemHostGetDevicePointer_v2(Address* address, void* memory, unsigned fla
   return host_address(address, memory, flags);
 }
 Status cuMemcpyHtoDAsync_v2(Address to, const void* from, size_t bytes, Handle stream) {
-  return copy_to_device(reinterpret_cast<void*>(to), from, bytes, stream);
+  return copy("copy_to_device", reinterpret_cast<void*>(to), from, bytes, stream);
+}
+Status cuMemcpyDtoHAsync_v2(void* to, Address from, size_t bytes, Handle stream) {
+  return copy("copy_to_host", to, reinterpret_cast<void*>(from), bytes, stream);
 }
 Status cuMemsetD8Async(Address to, unsigned char value, size_t bytes, Handle stream) {
   return fill(reinterpret_cast<void*>(to), value, bytes, stream);
@@ -153,6 +156,7 @@ Status cuStreamCreate(Handle* stream, unsigned) { return stream_create(stream); 
 Status cuStreamDestroy_v2(Handle stream) { return stream_destroy(stream); }
 Status cuStreamQuery(Handle stream) { return stream_query(stream); }
 Status cuStreamSynchronize(Handle stream) { return stream_synchronize(stream); }
+Status cuStreamWaitEvent(Handle stream, Handle event, unsigned) { return stream_wait(stream, event); }
 Status cuEventCreate(Handle* event, unsigned flags) { return event_create(event, flags); }
 Status cuEventDestroy_v2(Handle event) { return event_destroy(event); }
 Status cuEventRecord(Handle event, Handle stream) { return event_record(event, stream); }

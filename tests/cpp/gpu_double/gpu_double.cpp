@@ -34,8 +34,14 @@ struct Module {
   std::vector<std::unique_ptr<Function>> functions;
   int id;
 };
+struct Stream;
+struct Work {
+  std::function<void()> run;
+  Stream* after = nullptr;  // if not null: not before that stream has done `position` pieces
+  uint64_t position = 0;
+};
 struct Stream {
-  std::deque<std::function<void()>> work;
+  std::deque<Work> work;
   uint64_t submitted = 0, done = 0;
   bool running = false;
   int id;
@@ -134,17 +140,21 @@ std::string describe(const Node& node, const KernelLaunch& launch) {
   return text;
 }
 
-void enqueue(Handle stream, std::function<void()> run) {
+void enqueue(Handle stream, std::function<void()> run, Stream* after = nullptr, uint64_t position = 0) {
   Stream& s = as<Stream>(stream);
-  s.work.push_back(std::move(run));
+  s.work.push_back({std::move(run), after, position});
   ++s.submitted;
 }
 
-// Does one piece of the stream's work, without the lock: kernels may be anything. False if there is none to do now.
+bool waits(const Work& work) { return work.after != nullptr && work.after->done < work.position; }
+
+// Does one piece of work, of this stream or of one that it waits for, without the lock: kernels may be anything. False
+// if there is none to do now.
 bool advance(std::unique_lock<std::mutex>& lock, Stream& stream) {
   if (stream.running || stream.work.empty() || state().hangs) return false;
+  if (waits(stream.work.front())) return advance(lock, *stream.work.front().after);
   stream.running = true;
-  const auto run = std::move(stream.work.front());
+  const auto run = std::move(stream.work.front().run);
   stream.work.pop_front();
   lock.unlock();
   run();
@@ -346,6 +356,16 @@ std::pair<Stream*, uint64_t> recorded(Handle event) {
 
 }  // namespace
 
+Status stream_wait(Handle stream, Handle event) {
+  if (const Call call("stream_wait", "stream=%d event=%d", as<Stream>(stream).id, as<Event>(event).id); call.fails()) {
+    return call.code();
+  }
+  const auto [after, position] = recorded(event);
+  const std::lock_guard lock(state().mutex);
+  if (after != nullptr) enqueue(stream, [] {}, after, position);
+  return status::kSuccess;
+}
+
 Status event_query(Handle event) {
   if (const Call call("event_query", "event=%d", as<Event>(event).id); call.fails()) return call.code();
   const auto [stream, position] = recorded(event);
@@ -365,8 +385,8 @@ Status event_elapsed(float* milliseconds, Handle start, Handle end) {
   return call.code();
 }
 
-Status copy_to_device(void* to, const void* from, size_t bytes, Handle stream) {
-  if (const Call call("copy_to_device", "bytes=%zu stream=%d", bytes, as<Stream>(stream).id); call.fails()) return call.code();
+Status copy(const char* entry, void* to, const void* from, size_t bytes, Handle stream) {
+  if (const Call call(entry, "bytes=%zu stream=%d", bytes, as<Stream>(stream).id); call.fails()) return call.code();
   const std::lock_guard lock(state().mutex);
   enqueue(stream, [=] { std::memcpy(to, from, bytes); });
   return status::kSuccess;
@@ -538,7 +558,8 @@ void double_hang(bool hangs) {
 
 bool double_work(int stream) {
   std::unique_lock lock(state().mutex);
-  return gpu_double::advance(lock, *state().streams.at(stream));
+  gpu_double::Stream& s = *state().streams.at(stream);
+  return !s.work.empty() && !gpu_double::waits(s.work.front()) && gpu_double::advance(lock, s);
 }
 
 }  // extern "C"

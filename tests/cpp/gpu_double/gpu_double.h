@@ -2,7 +2,8 @@
 // built once with CUDA's entry points and once with HIP's.
 //
 // Work is done late: a stream's work waits until somebody asks for it. A query does one piece, a synchronize all up to
-// its event. So a step really is in flight until it was waited for.
+// its event, each with what that waits for in other streams. So a step really is in flight until it was waited for, and
+// order is what the caller made it.
 #pragma once
 
 #include <cstddef>
@@ -26,7 +27,8 @@ void double_kernel(const char* symbol, void (*run)(void** parameters), const siz
 void double_device(const char* arch, int driver_version, uint64_t memory_bytes);
 // While true no work is done: what was submitted hangs.
 void double_hang(bool hangs);
-// Does the next piece of work of the stream with this number (as in the log) and of no other. False if there is none.
+// Does the next piece of work of the stream with this number (as in the log) and of no other. False if there is none,
+// or if it waits for another stream. Having waited is a piece of its own.
 bool double_work(int stream);
 }
 
@@ -66,13 +68,14 @@ Status stream_create(Handle* stream);
 Status stream_destroy(Handle stream);
 Status stream_query(Handle stream);
 Status stream_synchronize(Handle stream);
+Status stream_wait(Handle stream, Handle event);
 Status event_create(Handle* event, unsigned flags);
 Status event_destroy(Handle event);
 Status event_record(Handle event, Handle stream);
 Status event_query(Handle event);
 Status event_synchronize(Handle event);
 Status event_elapsed(float* milliseconds, Handle start, Handle end);
-Status copy_to_device(void* to, const void* from, size_t bytes, Handle stream);
+Status copy(const char* entry, void* to, const void* from, size_t bytes, Handle stream);
 Status fill(void* to, unsigned char value, size_t bytes, Handle stream);
 Status graph_create(Handle* graph);
 Status graph_destroy(Handle graph);

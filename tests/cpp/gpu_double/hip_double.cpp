@@ -78,7 +78,10 @@ Status hipHostGetDevicePointer(Address* address, void* memory, unsigned flags) {
   return host_address(address, memory, flags);
 }
 Status hipMemcpyHtoDAsync(Address to, const void* from, size_t bytes, Handle stream) {
-  return copy_to_device(reinterpret_cast<void*>(to), from, bytes, stream);
+  return copy("copy_to_device", reinterpret_cast<void*>(to), from, bytes, stream);
+}
+Status hipMemcpyDtoHAsync(void* to, Address from, size_t bytes, Handle stream) {
+  return copy("copy_to_host", to, reinterpret_cast<void*>(from), bytes, stream);
 }
 Status hipMemsetD8Async(Address to, unsigned char value, size_t bytes, Handle stream) {
   return fill(reinterpret_cast<void*>(to), value, bytes, stream);
@@ -94,6 +97,7 @@ Status hipStreamCreateWithFlags(Handle* stream, unsigned) { return stream_create
 Status hipStreamDestroy(Handle stream) { return stream_destroy(stream); }
 Status hipStreamQuery(Handle stream) { return stream_query(stream); }
 Status hipStreamSynchronize(Handle stream) { return stream_synchronize(stream); }
+Status hipStreamWaitEvent(Handle stream, Handle event, unsigned) { return stream_wait(stream, event); }
 Status hipEventCreateWithFlags(Handle* event, unsigned flags) { return event_create(event, flags); }
 Status hipEventDestroy(Handle event) { return event_destroy(event); }
 Status hipEventRecord(Handle event, Handle stream) { return event_record(event, stream); }
