@@ -147,7 +147,7 @@ def lower_target(
     """
     binaries, layout, captures = binaries or {}, plan.layout, captures or Captures({}, {})
     target = plan.selection.target
-    heads = {bucket: [inputs_node(layout, stage, binaries)] for bucket, stage in plan.inputs.items()}
+    heads = {bucket: [inputs_node(layout, bucket, stage, binaries)] for bucket, stage in plan.inputs.items()}
     graphs = {
         p.bucket: lower_plan(plan.program, p, layout, plan.weights, binaries, captures, heads.get(p.bucket, ()))
         for p in plan.selection.plans
@@ -293,12 +293,14 @@ def connected(nodes: Sequence[Node], edges: Sequence[tuple[int, ...]]) -> Launch
     return LaunchGraph(tuple(linked))
 
 
-def inputs_node(layout: Layout, stage: Stage, binaries: Mapping[DeviceKernel, Binary]) -> Node:
+def inputs_node(layout: Layout, bucket: Bucket, stage: Stage, binaries: Mapping[DeviceKernel, Binary]) -> Node:
     """The node that brings a step's sizes and inputs from region host_io to region io."""
     sizes = replace(layout.step_sizes(), region=Region.HOST_IO)
     source = Pointer(Region.HOST_IO, 0, layout.input_bytes, Access.READ)
     target = Pointer(Region.IO, 0, layout.input_bytes, Access.WRITE)
-    return Node(INPUTS_NODE, stage.symbol, (sizes, source, target, *SCRATCH_PARAMETERS), (), _launch(stage, binaries))
+    most = tuple(Int(getattr(bucket, name), 4) for name in STEP_SCALARS)
+    args: tuple[Argument, ...] = (sizes, source, target, *most, *SCRATCH_PARAMETERS)
+    return Node(INPUTS_NODE, stage.symbol, args, (), _launch(stage, binaries))
 
 
 def lower_ceiling(ceiling: Ceiling, binaries: Mapping[DeviceKernel, Binary], head: Sequence[Node]) -> LaunchGraph:

@@ -31,14 +31,14 @@ from tokenspeed.device_code import DeviceCode, read_device_code
 from tokenspeed.envelope import resolve
 from tokenspeed.errors import ArtifactError, TargetError, UsageError
 from tokenspeed.gpu_verify import verify_gpu_graph
-from tokenspeed.graph import Access, Argument, Float, Launch, LaunchGraph, Node, Pointer, Region
+from tokenspeed.graph import Access, Argument, Float, Int, Launch, LaunchGraph, Node, Pointer, Region
 from tokenspeed.graph_verify import verify_graph
 from tokenspeed.kernels.registry import ArgumentKind, ArgumentRule, DeviceKernel, Request, Stage
 from tokenspeed.kernels.triton.linear_tuning import LinearFamily
 from tokenspeed.kernels.triton.stage import Extent, copy_stage
 from tokenspeed.kernels.triton_specs import triton_registry
 from tokenspeed.kernels.tunable import Family, Predecessor, Variant
-from tokenspeed.step import STEP_COUNTS, align
+from tokenspeed.step import STEP_COUNTS, STEP_SCALARS, align
 from tokenspeed.target import Target
 from tokenspeed.tuning_pack import (
     SCRATCH_SLOTS,
@@ -347,11 +347,12 @@ class _ShapePlan:
 
     def _inputs(self) -> Stage:
         """The launch that brings the sizes of the step to region io."""
-        return copy_stage(self._target, [Extent(0, STEP_SIZES_BYTES, -1, 1, 1)])
+        return copy_stage(self._target, [Extent(0, STEP_SIZES_BYTES, -1, 1, 1, STEP_SIZES_BYTES, known=True)])
 
     def _fetch(self) -> Stage:
         """The launch that copies the result to the host, each from the beginning of its memory."""
-        rows = Extent(0, self._row_bytes, STEP_COUNTS.index("num_logit_rows"), 0, self._most)
+        nbytes = self._most * self._row_bytes
+        rows = Extent(0, self._row_bytes, STEP_COUNTS.index("num_logit_rows"), 0, self._most, nbytes)
         return copy_stage(self._target, [rows])
 
     def kernels(self) -> Iterator[DeviceKernel]:
@@ -395,7 +396,8 @@ class _ShapePlan:
         }
         members: dict[str, Any] = {}
         for name, (stage, source, target) in copies.items():
-            arguments = {"step_sizes": host_sizes, "source": source, "target": target}
+            arguments: dict[str, Argument] = {"step_sizes": host_sizes, "source": source, "target": target}
+            arguments |= dict.fromkeys(STEP_SCALARS, Int(0, 4))  # of buckets: nothing is copied for as many as one has
             node = writer.node(name, stage, lambda rule, found=arguments: found[rule.name], 0)  # type: ignore[misc]
             members[name] = writer.add_graph(LaunchGraph((node,)), shape, self._target)
         return replace(shape, **members)
