@@ -116,6 +116,7 @@ async def sample(server: Server) -> Sample:
         server.num_files(),
         stats["num_running"],
         stats["num_waiting"],
+        sum(stats["waiting_by_priority"]),
         stats["num_pages"] - stats["num_free_pages"],
         stats["num_cached_pages"],
         stats["scheduler"]["computed_tokens"] + stats["generation_tokens"],
@@ -342,11 +343,11 @@ def parse(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-waiting", type=int, default=64, help="as `serve` has it (default: 64)")
     parser.add_argument("--max-waiting-per-key", type=int, help="as `serve` has it (default: an equal part of that)")
     parser.add_argument("--aging-seconds", type=float, default=10.0, help="as `serve` has it (default: 10)")
-    parser.add_argument("--kv-gib", type=float, default=0.3, help="as `serve` has it (default: 0.3)")
+    parser.add_argument("--kv-gib", type=float, default=0.5, help="as `serve` has it (default: 0.5)")
     parser.add_argument("--serve-options", default="", metavar="WORDS", help="more options of `tokenspeed serve`")
     parser.add_argument("--capacity-seconds", type=float, default=20.0, help="of the closed loop (default: 20)")
     parser.add_argument(
-        "--warm-up", type=float, default=60.0, help="seconds to use every page once, at most (default: 60)"
+        "--warm-up", type=float, default=120.0, help="seconds to use every page once, at most (default: 120)"
     )
     parser.add_argument("--idle-seconds", type=float, default=10.0, help="to return to idle, at most (default: 10)")
     parser.add_argument("--patience", type=float, default=300.0, help="seconds a client waits (default: 300)")

@@ -82,14 +82,15 @@ class Record:
 
 @dataclass
 class Sample:
-    """The server at one moment; ``num_tokens`` is what it has read and drawn so far, ``seconds`` how long it took to
-    say all this."""
+    """The server at one moment. ``num_queued``: of the waiting those that never ran, which are bounded. ``num_tokens``:
+    what it has read and drawn so far. ``seconds``: how long it took to say all this."""
 
     at: float
     resident_bytes: int
     num_files: int
     num_running: int
     num_waiting: int
+    num_queued: int
     num_pages_in_use: int
     num_cached_pages: int
     num_tokens: int

@@ -56,11 +56,12 @@ def summary(found: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any
     asked = Counter({name: 0 for name in TENANTS})
     asked_tokens = Counter({name: 0 for name in TENANTS})
     mean_tokens = sum(record.num_served_tokens for record in started) / max(1, len(started))
+    early = found["began"] + args.seconds / 4
     for record in records:
-        served_tokens[record.tenant] += record.num_served_tokens
-        asked[record.tenant] += 1
-        asked_tokens[record.tenant] += round(record.num_served_tokens or mean_tokens)
-    early = found["began"] + min(15.0, args.seconds / 4)
+        if record.sent > early:  # until then all slots and the queue stood open to whoever came first
+            served_tokens[record.tenant] += record.num_served_tokens
+            asked[record.tenant] += 1
+            asked_tokens[record.tenant] += round(record.num_served_tokens or mean_tokens)
     warm = [one.resident_bytes for one in samples if one.at <= early]
     later = [one.resident_bytes for one in samples if one.at > early]
     return {
@@ -91,7 +92,7 @@ def summary(found: Mapping[str, Any], args: argparse.Namespace) -> dict[str, Any
         "resident_idle_before": found["idle_before"] and found["idle_before"].resident_bytes,
         "resident_idle_after": found["after"] and found["after"].resident_bytes,
         "files_idle": [one and one.num_files for one in (found["idle_before"], found["after"])],
-        "most_waiting": max((one.num_waiting for one in samples), default=None),
+        "most_queued": max((one.num_queued for one in samples), default=None),
         "most_running": max((one.num_running for one in samples), default=None),
         "most_pages_in_use": max((one.num_pages_in_use for one in samples), default=None),
         "preemptions": found["preemptions"],
@@ -157,7 +158,7 @@ def judge(found: Mapping[str, Any], figures: Mapping[str, Any], args: argparse.N
     grown = (later or 0) - (warm or 0)
     text = f"grew by {grown / 1e6:.1f} MB to {(later or 0) / 1e6:.0f} MB, bound {allowed / 1e6:.0f} MB"
     verdict("memory flat", None not in (warm, later) and grown <= allowed, text)
-    most = figures["most_waiting"]
+    most = figures["most_queued"]
     verdict("queue bounded", most is not None and most <= args.max_waiting, f"{most} of {args.max_waiting} at most")
     after = found["after"] and asdict(found["after"])
     verdict("idle afterwards", found["idle_after_seconds"] is not None, f"in {found['idle_after_seconds']} s: {after}")

@@ -179,8 +179,8 @@ def finding(benchmark: Any) -> dict[str, Any]:
     common = {"outcome": "served", "status": 200, "first_token": 2.0, "finish_reason": "length"}
     records = [record(tenants[i % 4], i % 3, 10, 100 + i / 3, tokens=[1, 2], total=3.0, **common) for i in range(28)]
     records += [record("greedy", 0, 10, 100.0, "refused", 429, "4", "queue_full", total=0.01) for _ in range(60)]
-    samples = [benchmark.Sample(100 + i, 500_000_000, 20, 4, 8, 6, 2, 36 * i, 0.01) for i in range(12)]
-    idle = benchmark.Sample(113.0, 500_000_000, 14, 0, 0, 0, 9, 400, 0.01)
+    samples = [benchmark.Sample(100 + i, 500_000_000, 20, 4, 9, 8, 6, 2, 36 * i, 0.01) for i in range(12)]
+    idle = benchmark.Sample(113.0, 500_000_000, 14, 0, 0, 0, 0, 9, 400, 0.01)
     closed = [record("team", 0, 10, 90.0, tokens=[1], total=1.0, **{**common, "first_token": 0.5})]
     return {
         "capacity": 3.0, "mean_tokens": 12.0, "closed": closed, "began": 100.0, "records": records,
@@ -241,7 +241,7 @@ def test_verdicts_on_samples_and_shares(benchmark: Any) -> None:
     found["samples"][-1].resident_bytes += 26_000_000
     assert failing(benchmark, found) == {"memory flat"}
     found = finding(benchmark)
-    found["samples"][3].num_waiting = 9
+    found["samples"][3].num_queued = 9
     assert failing(benchmark, found) == {"queue bounded"}
     found = finding(benchmark)
     found["after"] = replace(found["after"], num_files=17)
@@ -249,7 +249,7 @@ def test_verdicts_on_samples_and_shares(benchmark: Any) -> None:
     found = finding(benchmark)
     for record in found["records"][:28]:
         record.tenant = "greedy" if record.tenant == "modest" else record.tenant
-    found["records"] += [benchmark.Record("modest", 0, 10, 100.0, "refused", 429, "4", "queue_full")] * 20
+    found["records"] += [benchmark.Record("modest", 0, 10, 105.0, "refused", 429, "4", "queue_full")] * 20
     assert failing(benchmark, found) == {"fair shares"}
     found = finding(benchmark)
     found["records"] = found["records"][:28]
