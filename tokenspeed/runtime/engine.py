@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import secrets
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from tokenspeed.errors import EngineClosedError, UsageError
 from tokenspeed.runtime import trace
 from tokenspeed.runtime.engine_info import EngineStats, info_of
 from tokenspeed.runtime.executor import DeviceError, InFlight, MoveError, StepOutputs
-from tokenspeed.runtime.guard import HostTimes, StepParts, after_ready, compilers
+from tokenspeed.runtime.guard import HostTimes, after_ready, compilers
 from tokenspeed.runtime.kv_events import KvEventPublisher
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.loader import load as load_artifact
@@ -34,10 +33,11 @@ from tokenspeed.runtime.request import (
     SamplingParams,
     TokenLogprobs,
 )
-from tokenspeed.runtime.sampling import check_options, resolve, tenant_number, token_mask
+from tokenspeed.runtime.running_step import RunningStep, logprobs_of
+from tokenspeed.runtime.sampling import check_options, resolve
 from tokenspeed.runtime.scheduler_trace import SchedulerTrace, StepTimes, limits_of
+from tokenspeed.runtime.scheduling import request_params, scheduler_config, settled_seed
 from tokenspeed.runtime.waiting import Place, WaitingRoom
-from tokenspeed.step import MAX_TOP_LOGPROBS
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.async_llm import Prompt, RequestOutput
@@ -46,7 +46,6 @@ MAX_WAITING = 1024
 """Requests that may wait when no other limit is given; one more is refused with QueueFullError."""
 AGING_SECONDS = 10.0
 """A request that waits this long is as urgent as one of the next higher priority that comes now."""
-MAX_AGING_SECONDS = 86400.0
 DEFAULT_OPTIONS = RequestOptions()
 
 MOVE_FAILURES = 3
@@ -69,29 +68,6 @@ class _Live:
     place: Place
     cached_tokens: int | None = None  # until told
     queue_seconds: float | None = None
-
-
-@dataclass(slots=True)
-class _Running:
-    """A step in flight, and when (seconds) its parts were done. ``started`` is the error if it could not start."""
-
-    step: Any
-    started: InFlight | DeviceError
-    began: float
-    planned: float
-    submitted: float
-    decision: dict[str, Any] | None  # if the scheduler is traced
-
-    def finished(self, times: HostTimes, done: float, committed: float) -> None:
-        """Note where the host's time went: of a step that was done at ``done`` and is ``committed`` now."""
-        step = self.step
-        times.add(step.num_seqs, StepParts(self.planned - self.began, self.submitted - self.planned, committed - done))
-        if (running := trace.current()) is not None:
-            sizes = {"step": step.id, "tokens": step.num_tokens, "seqs": step.num_seqs}
-            running.add("plan", self.began, self.planned, **sizes)
-            running.add("submit", self.planned, self.submitted, **sizes)
-            running.add("commit", done, committed, **sizes)
-            running.add("step", self.submitted, done, track=trace.DEVICE_TRACK, **sizes)
 
 
 @dataclass(frozen=True)
@@ -133,38 +109,14 @@ class Engine:
         scheduler_trace: SchedulerTrace | None = None,
         kv_events: KvEventPublisher | None = None,
     ):
-        envelope = loaded.artifact.manifest.envelope
-        step_tokens = envelope.max_prefill_tokens if max_step_tokens is None else max_step_tokens
-        if not 1 <= step_tokens <= envelope.max_prefill_tokens:
-            raise UsageError(
-                f"max_step_tokens is {step_tokens}; it must lie between 1 and {envelope.max_prefill_tokens}, the"
-                " artifact's max_prefill_tokens"
-            )
-        if max_waiting < 1:
-            raise UsageError(f"max_waiting is {max_waiting}; it must be at least 1")
         if max_waiting_per_tenant is not None and max_waiting_per_tenant < 1:
             raise UsageError(f"max_waiting_per_tenant is {max_waiting_per_tenant}; it must be at least 1")
-        if not 0 <= aging_seconds <= MAX_AGING_SECONDS:
-            raise UsageError(f"aging_seconds is {aging_seconds}; it must lie between 0 and {MAX_AGING_SECONDS:.0f}")
         self.tokenizer = loaded.tokenizer
         self.loaded = loaded
         self.info = info_of(loaded)
         self._executor = loaded.executor
-        self._config = _native.SchedulerConfig(
-            max_num_seqs=min(envelope.max_num_seqs, step_tokens),
-            max_prefill_tokens=step_tokens,
-            max_logit_rows=min(envelope.max_logit_rows, step_tokens),
-            max_model_len=envelope.max_model_len,
-            page_size=envelope.page_size,
-            num_pages=loaded.num_pages,
-            max_waiting=max_waiting,  # kept by the waiting room, where those on their way count too
-            max_in_flight=loaded.executor.io_sets,
-            vocab_size=self.info.vocab_size,
-            prefix_index=prefix_index,
-            num_host_pages=loaded.num_host_pages,
-            cache_salt=loaded.artifact.digest,
-            record_kv_events=kv_events is not None,
-            aging_ns=int(aging_seconds * 1e9),
+        self._config = scheduler_config(
+            loaded, max_waiting, max_step_tokens, prefix_index, aging_seconds, record_kv_events=kv_events is not None
         )
         self._scheduler = self.new_scheduler()
         self.waiting_room = WaitingRoom(max_waiting, max_waiting_per_tenant)
@@ -177,7 +129,7 @@ class Engine:
             scheduler_trace.begin(self.info.model, self.info.target, self.info.artifact_digest, limits)
         self._live: dict[int, _Live] = {}
         self._num_asking_logprobs = self._num_with_timeout = 0  # live requests
-        self._in_flight: deque[_Running] = deque()
+        self._in_flight: deque[RunningStep] = deque()
         self._committed: deque[tuple[_native.Drawn, dict[int, TokenLogprobs]]] = deque()
         self._failed_moves = 0  # in a row
         self._num_host_pages = loaded.num_host_pages
@@ -242,36 +194,9 @@ class Engine:
             EngineClosedError: the engine is draining.
         """
         params = resolve(prompt_ids, params, self.info)
-        assert params.max_tokens is not None  # resolved
         check_options(options)
-        if seed is None:
-            seed = params.seed if params.seed is not None else secrets.randbits(64)
-        stop_ids = frozenset(params.stop_token_ids) | (
-            frozenset() if params.ignore_eos else frozenset(self.tokenizer.eos_token_ids)
-        )
-        bias = sorted((params.logit_bias or {}).items())
-        allowed = params.allowed_token_ids
-        native = _native.RequestParams(
-            max_new_tokens=params.max_tokens,
-            temperature=params.temperature,
-            top_p=params.top_p,
-            top_k=max(0, params.top_k),
-            min_p=params.min_p,
-            seed=seed & (1 << 64) - 1,
-            num_logprobs=-1 if params.logprobs is None else params.logprobs,
-            num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
-            stop_token_ids=sorted(stop_ids),
-            repetition_penalty=params.repetition_penalty,
-            presence_penalty=params.presence_penalty,
-            frequency_penalty=params.frequency_penalty,
-            bias_ids=[token for token, _ in bias],
-            bias_values=[value for _, value in bias],
-            token_mask=[] if allowed is None else token_mask(allowed, self.info.vocab_size),
-            priority=options.priority,
-            tenant=tenant_number(options.tenant),
-            deadline_ns=None if options.timeout is None else time.monotonic_ns() + int(options.timeout * 1e9),
-            cache_key=options.cache_key,
-        )
+        seed = settled_seed(params, seed)
+        native = request_params(params, options, seed, self.tokenizer.eos_token_ids, self.info.vocab_size)
         asks_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
         prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
         with self._wake:
@@ -305,7 +230,7 @@ class Engine:
         s = self._scheduler
         return EngineStats(
             num_running=s.num_running,
-            num_waiting=s.num_waiting + len(self._inbox),
+            num_waiting=s.num_waiting + sum(isinstance(item, _Submission) for item in tuple(self._inbox)),
             num_pages=s.num_pages,
             num_free_pages=s.num_free_pages + s.num_cached_pages,
             steps=self._steps,
@@ -474,7 +399,7 @@ class Engine:
                 self._failed_moves = 0
         submitted = time.perf_counter()
         decision = None if self._trace is None else step.decision
-        self._in_flight.append(_Running(step, started, began, planned, submitted, decision))
+        self._in_flight.append(RunningStep(step, started, began, planned, submitted, decision))
         return step
 
     def _note_admissions(self, step: Any) -> None:
@@ -522,7 +447,7 @@ class Engine:
             self._publish_committed()
 
     def _trace_step(
-        self, running: _Running, done: float, committed: float, drawn: Any = (), error: str | None = None
+        self, running: RunningStep, done: float, committed: float, drawn: Any = (), error: str | None = None
     ) -> None:
         if self._trace is not None and running.decision is not None:
             times = StepTimes(running.began, running.planned, running.submitted, done, committed)
@@ -545,9 +470,9 @@ class Engine:
                 continue
             if not is_prompt_row:
                 if live.params.logprobs is not None:
-                    found[request_id] = _logprobs(outputs, row, live.params.logprobs)
+                    found[request_id] = logprobs_of(outputs, row, live.params.logprobs)
             elif live.prompt_logprobs is not None:
-                live.prompt_logprobs.append(_logprobs(outputs, row, live.params.prompt_logprobs or 0))
+                live.prompt_logprobs.append(logprobs_of(outputs, row, live.params.prompt_logprobs or 0))
         return found
 
     def _publish_committed(self) -> None:
@@ -611,16 +536,6 @@ class Engine:
 def is_lost(error: Exception) -> bool:
     """Whether a device has stopped working for good."""
     return isinstance(error, _native.DeviceLostError)
-
-
-def _logprobs(outputs: StepOutputs, row: int, top: int) -> TokenLogprobs:
-    at = row * MAX_TOP_LOGPROBS
-    return TokenLogprobs(
-        outputs.tokens[row],
-        outputs.logprob[row],
-        outputs.rank[row],
-        tuple((outputs.top_ids[i], outputs.top_logprobs[i]) for i in range(at, at + top)),
-    )
 
 
 def load(
