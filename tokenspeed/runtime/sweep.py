@@ -71,8 +71,8 @@ class StepFigures:
 class BucketFigures:
     """Seconds of a bucket's steps: on the device's clock, where it has one, so that what the host was kept from is not
     the step's; ``longest_wait`` is the most that the host saw one take. Steps of shape 'long' count in
-    ``longest_context`` and ``by_shape`` alone: what they cost is attention. ``p99`` is None below P99_STEPS; ``slowest``
-    took ``max``; ``by_shape`` and ``by_variant`` are medians."""
+    ``longest_context`` and ``by_shape`` alone: what they cost is attention. ``p99`` is None below P99_STEPS;
+    ``slowest`` took ``max``; ``by_shape`` and ``by_variant`` are medians."""
 
     bucket: Bucket
     steps: int
