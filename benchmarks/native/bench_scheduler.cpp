@@ -4,9 +4,10 @@
 //
 // The prefix index is full (a million pages of 16 tokens, of prompts that were served before), 10,000 requests wait,
 // and 1 to 2048 decode. So every page that a decode needs is evicted from the index, and every full one is published.
-// Depth is how many steps are planned before the oldest commits, less one. Between two calls the caches are either left
-// alone (warm) or written over (cold), as by a step's other work. Figures are microseconds: what 5%, half and 99% of the
-// calls stay under; where others use the machine, the first is nearest to what a quiet one takes. `sum` is the median of one next_step and the commit behind it.
+// Depth is how many steps are planned before the oldest commits, less one. Between two calls the caches are either
+// left alone (warm) or written over (cold), as by a step's other work. Figures are microseconds: what 5%, half and 99%
+// of the calls stay under; where others use the machine, the first is nearest to what a quiet one takes. `sum` is one
+// next_step and the commit behind it.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -151,8 +152,11 @@ class Server {
 class Report {
  public:
   explicit Report(bool json) : json_(json) {
-    std::printf(json_ ? "[" : "%6s %6s %6s  %-34s %9s %9s %9s\n", "seqs", "depth", "caches", "operation", "5%", "median",
-                "99%");
+    if (json_) {
+      std::printf("[");
+    } else {
+      std::printf("%6s %6s %6s  %-34s %9s %9s %9s\n", "seqs", "depth", "caches", "operation", "5%", "median", "99%");
+    }
   }
   ~Report() {
     if (json_) std::printf("\n]\n");

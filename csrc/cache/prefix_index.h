@@ -140,7 +140,9 @@ class PrefixIndex {
 
   // For who publishes many at once: asks for the memory that publish will need next, and changes nothing. First that of
   // the ref, then, when it is there, that of the page behind it.
-  void prefetch_ref(const PrefixRef& ref) const noexcept { __builtin_prefetch(&nodes_[static_cast<size_t>(ref.node_)]); }
+  void prefetch_ref(const PrefixRef& ref) const noexcept {
+    if (ref.index_ == this) __builtin_prefetch(&at(ref.node_));
+  }
   void prefetch_publish(const PrefixRef& ref, std::span<const int32_t> tokens) const noexcept {
     if (ref.index_ == this) table_.prefetch(chain_hash(at(ref.node_).hash, tokens.data()));
   }
