@@ -12,6 +12,8 @@
 #include <utility>
 #include <vector>
 
+#include "check/huge_pages.h"
+
 namespace tokenspeed::cache {
 
 class PagePool;
@@ -113,7 +115,7 @@ class PagePool {
   static constexpr int32_t kDetached = -2;  // in `next`: in no list
   void give_back(int32_t first, int32_t last, int32_t num_pages) noexcept;  // O(1)
 
-  std::vector<int32_t> next_;
+  check::HugeVector<int32_t> next_;
   int32_t first_free_;
   int32_t num_free_;
 };

@@ -12,7 +12,6 @@ namespace tokenspeed::cache {
 
 namespace {
 
-constexpr size_t kLine = 64 / sizeof(int32_t);  // tokens of a cache line
 
 PrefixConfig validated(const PrefixConfig& config) {
   TS_ASSERT(config.page_size >= 1 && config.num_host_pages >= 0, "a prefix index needs pages of 1 token or more");
@@ -45,8 +44,7 @@ PrefixIndex::PrefixIndex(PagePool& pages, const PrefixConfig& config)
       config_(validated(config)),
       num_page_nodes_(pages.num_pages() + config.num_host_pages),
       nodes_(static_cast<size_t>(num_page_nodes_)),
-      tokens_(static_cast<size_t>(num_page_nodes_) * static_cast<size_t>(config.page_size) + kLine),
-      first_token_(kLine - reinterpret_cast<uintptr_t>(tokens_.data()) / sizeof(int32_t) % kLine),
+      tokens_(static_cast<size_t>(num_page_nodes_) * static_cast<size_t>(config.page_size)),
       host_pages_(static_cast<size_t>(config.num_host_pages)),
       table_(num_page_nodes_),
       has_host_tier_(config.num_host_pages > 0),
@@ -75,12 +73,12 @@ uint64_t PrefixIndex::chain_hash(uint64_t parent, const int32_t* tokens) const n
 
 std::span<int32_t> PrefixIndex::tokens_of(int32_t node) noexcept {
   const auto size = static_cast<size_t>(config_.page_size);
-  return std::span(tokens_).subspan(first_token_ + static_cast<size_t>(node) * size, size);
+  return std::span(tokens_).subspan(static_cast<size_t>(node) * size, size);
 }
 
 std::span<const int32_t> PrefixIndex::tokens_of(int32_t node) const noexcept {
   const auto size = static_cast<size_t>(config_.page_size);
-  return std::span(tokens_).subspan(first_token_ + static_cast<size_t>(node) * size, size);
+  return std::span(tokens_).subspan(static_cast<size_t>(node) * size, size);
 }
 
 bool PrefixIndex::is_page(int32_t node, int32_t parent, uint64_t hash, const int32_t* tokens) const noexcept {

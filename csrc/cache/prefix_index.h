@@ -247,9 +247,8 @@ class PrefixIndex {
   PagePool& pages_;
   const PrefixConfig config_;
   const int32_t num_page_nodes_;
-  std::vector<Node> nodes_;      // [num_page_nodes], then roots
-  std::vector<int32_t> tokens_;  // [num_page_nodes][page_size], from first_token_ on
-  const size_t first_token_;     // where a cache line begins
+  Nodes nodes_;                        // [num_page_nodes], then roots
+  check::HugeVector<int32_t> tokens_;  // [num_page_nodes][page_size]
   std::vector<HostPage> host_pages_;
   std::vector<int32_t> free_host_;
   HashTable table_;

@@ -7,8 +7,6 @@
 
 namespace tokenspeed::cache {
 
-using Nodes = std::vector<PrefixNode>;
-
 namespace {
 
 PrefixNode& at(Nodes& nodes, int32_t node) noexcept { return nodes[static_cast<size_t>(node)]; }

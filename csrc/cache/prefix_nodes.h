@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "check/huge_pages.h"
+
 namespace tokenspeed::cache {
 
 inline constexpr int32_t kNoIndex = -1;
@@ -37,19 +39,21 @@ struct alignas(64) PrefixNode {
 };
 static_assert(sizeof(PrefixNode) == 64);
 
+using Nodes = check::HugeVector<PrefixNode>;
+
 // Nodes in order of last_used, which differs between the nodes of one queue. Exact, and O(1) for what happens all the
 // time: a node used just now comes last, the parent of the node evicted just now nearly always comes first. Those
 // form a sorted list; the odd node that belongs somewhere in its middle goes to a heap: O(log of these).
 class LruQueue {
  public:
-  int32_t front(const std::vector<PrefixNode>& nodes) const noexcept;  // kNoIndex: empty
-  void push(std::vector<PrefixNode>& nodes, int32_t node);
-  void remove(std::vector<PrefixNode>& nodes, int32_t node) noexcept;
+  int32_t front(const Nodes& nodes) const noexcept;  // kNoIndex: empty
+  void push(Nodes& nodes, int32_t node);
+  void remove(Nodes& nodes, int32_t node) noexcept;
 
  private:
-  void place(std::vector<PrefixNode>& nodes, size_t at, int32_t node) noexcept;
-  void sift_up(std::vector<PrefixNode>& nodes, size_t at, int32_t node) noexcept;
-  void sift_down(std::vector<PrefixNode>& nodes, size_t at, int32_t node) noexcept;
+  void place(Nodes& nodes, size_t at, int32_t node) noexcept;
+  void sift_up(Nodes& nodes, size_t at, int32_t node) noexcept;
+  void sift_down(Nodes& nodes, size_t at, int32_t node) noexcept;
 
   int32_t first_ = kNoIndex;
   int32_t last_ = kNoIndex;
@@ -84,7 +88,7 @@ class HashTable {
   static uint32_t upper(uint64_t hash) noexcept { return static_cast<uint32_t>(hash >> 32); }
   size_t home(uint32_t key) const noexcept { return static_cast<size_t>(uint64_t{key} >> shift_); }
 
-  std::vector<Entry> entries_;
+  check::HugeVector<Entry> entries_;
   size_t mask_;
   int shift_;
 };

@@ -38,9 +38,11 @@ bool Scheduler::preempt(int64_t request_id) {
   const bool has_place = fsm::is<fsm::Prefilling>(request.state) || fsm::is<fsm::Decoding>(request.state);
   if (!has_place || fsm::num_steps_in_flight(request.state) > 0 || !request.has_progressed()) return false;
   leave_place(request);
+  recent_.flush(request);
   fsm::follow(request.state, fsm::Preempt{});
   request.num_positions = 0;
-  request.num_tokens_preempted = request.num_tokens();
+  request.num_tokens_preempted = request.num_tokens;
+  request.slot = -1;
   request.waits_since_ns = now_ns_;
   preempted_.push_back(request_id);
   waiting_.push_preempted(request);

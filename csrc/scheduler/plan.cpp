@@ -124,14 +124,14 @@ Held Scheduler::measure(const PlannedStep& plan, const Request& request, Candida
   if (short_of_pages_ == &request && to_be_had <= pages_had_) return Held::Pages;
 
   const int32_t most = config_.prefix_index && request.params.may_skip_prompt()
-                           ? (request.num_tokens() - 1) / config_.page_size  // the last token is always computed
+                           ? (request.num_tokens - 1) / config_.page_size  // the last token is always computed
                            : 0;
   candidate.found = prefixes_.find(request.params.cache_key, request.tokens, most);
   const int32_t begin = candidate.found.num_pages * config_.page_size;
   candidate.end = chunk_end(plan, request, begin);
   if (candidate.end <= begin) return Held::LogitRows;
-  candidate.is_last = candidate.end == request.num_tokens();
-  const int32_t covers = request.was_preempted() ? request.num_tokens() + 1 : candidate.end + candidate.is_last;
+  candidate.is_last = candidate.end == request.num_tokens;
+  const int32_t covers = request.was_preempted() ? request.num_tokens + 1 : candidate.end + candidate.is_last;
   const int32_t on_device = candidate.found.num_pages - candidate.found.num_host_pages;
   const int32_t need = config_.pages_for(covers) - on_device + num_running();
   if (need <= to_be_had - candidate.found.num_unlocked_device_pages) return Held::NothingWaits;
@@ -155,11 +155,12 @@ Held Scheduler::admit(PlannedStep& plan) {
   TS_ASSERT(slot && prefix, "a request is admitted to a free slot and pages that are to be had");
   const int32_t num_found = candidate.found.num_pages;
   prefixes_.copy_pages(*prefix, page_row(slot->slot(), num_found));
-  const int32_t covers = request.was_preempted() ? request.num_tokens() + 1 : candidate.end + candidate.is_last;
+  const int32_t covers = request.was_preempted() ? request.num_tokens + 1 : candidate.end + candidate.is_last;
   const int32_t num_own = config_.pages_for(covers) - num_found;
   const bool has_room = make_room(num_own);
   TS_ASSERT(has_room, "pages are counted before a request is admitted");
   cache::PageLease pages = acquire_pages(slot->slot(), num_found, num_own);
+  request.slot = slot->slot();
   request.num_positions = num_found * config_.page_size;
   request.publishes = config_.prefix_index;
   request.tokens.reserve(static_cast<size_t>(request.num_prompt + request.params.max_new_tokens));
@@ -174,7 +175,7 @@ Held Scheduler::admit(PlannedStep& plan) {
     counters_.restored_tokens += restored;
   }
   waiting_.admit(request);
-  waiting_.charge(request, request.num_tokens() - cached);
+  waiting_.charge(request, request.num_tokens - cached);
   fsm::follow(request.state, fsm::Admit{places_.hold(std::move(*slot), std::move(*prefix), std::move(pages))});
   prefilling_ = &request;
   return Held::NothingWaits;
@@ -195,17 +196,17 @@ bool Scheduler::plan_chunk(PlannedStep& plan, Request& request) {
   int32_t end = whole_end;
   for (bool ranked = false;; ranked = true) {
     const int64_t room = int64_t{num_held + prefixes_.num_available()} * config_.page_size;
-    const bool is_whole = room >= whole_end + (whole_end == request.num_tokens());
-    end = is_whole ? whole_end : static_cast<int32_t>(std::min<int64_t>(room, request.num_tokens() - 1));
+    const bool is_whole = room >= whole_end + (whole_end == request.num_tokens);
+    end = is_whole ? whole_end : static_cast<int32_t>(std::min<int64_t>(room, request.num_tokens - 1));
     if (end > begin) break;
     if (!ranked) find_running_by_rank();
     if (!free_a_page(request)) return false;
   }
-  const int32_t covers = end + (end == request.num_tokens());
+  const int32_t covers = end + (end == request.num_tokens);
   const int32_t num_more = std::max(0, config_.pages_for(covers) - num_held);
   const bool has_room = make_room(num_more);
   TS_ASSERT(has_room, "a chunk is cut to the pages that are to be had");
-  const bool is_last = end == request.num_tokens();
+  const bool is_last = end == request.num_tokens;
   cache::PageLease pages = acquire_pages(slot, num_held, num_more);
   if (is_last) {
     fsm::follow(request.state, fsm::PlanLastChunk{std::move(pages)});
@@ -223,7 +224,7 @@ bool Scheduler::plan_chunk(PlannedStep& plan, Request& request) {
 
 // Where a chunk from `begin` on must end: by the request's known tokens, and by the tokens and logit rows left.
 int32_t Scheduler::chunk_end(const PlannedStep& plan, const Request& request, int32_t begin) const noexcept {
-  const int32_t num_tokens = request.num_tokens();
+  const int32_t num_tokens = request.num_tokens;
   const int32_t by_tokens = begin + config_.max_prefill_tokens - plan.step->num_tokens;
 
   // Prompt rows stand at positions first_row .. num_prompt-2, the draw at the last known token.
@@ -252,7 +253,7 @@ void Scheduler::add_chunk(PlannedStep& plan, Request& request, int32_t begin, in
     request.num_prompt_rows = std::max(request.num_prompt_rows, rows_end);
   }
   int32_t draw_row = -1;
-  if (end == request.num_tokens()) draw_row = step.add_draw_row(request.id, request.params, end, slot);
+  if (end == request.num_tokens) draw_row = step.add_draw_row(request.id, request.params, end, slot);
   if (draw_row >= 0 ? request.params.adjusts_draws() : request.params.has_penalties()) {  // penalties count every chunk
     step.add_adjustment(request.params, draw_row, slot, request.num_prompt);
   }

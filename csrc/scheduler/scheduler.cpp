@@ -49,6 +49,7 @@ Scheduler::Scheduler(const SchedulerConfig& config, const std::vector<StepMemory
                          .record_events = config.record_kv_events}),
       slots_(config.max_num_seqs),
       places_(config.max_num_seqs),
+      recent_(config.max_num_seqs, config.page_size),
       waiting_(config.aging_ns) {
   const auto num_steps = static_cast<size_t>(config_.max_in_flight);
   if (!io.empty() && io.size() != num_steps) {
@@ -107,7 +108,7 @@ void Scheduler::submit(int64_t request_id, std::vector<int32_t> prompt, RequestP
     throw QueueFull("request " + std::to_string(request_id) + ": need a place in the queue, have max_waiting " +
                     std::to_string(config_.max_waiting) + " waiting already");
   }
-  auto owned = std::make_unique<Request>(request_id, std::move(prompt), std::move(params));
+  auto owned = request_pool_.make(request_id, std::move(prompt), std::move(params));
   Request& request = *owned;
   request.waits_since_ns = now_ns_ = std::max(now_ns_, now_ns);
   requests_.emplace(request_id, std::move(owned));
@@ -132,7 +133,7 @@ std::span<const DrawnToken> Scheduler::commit(int64_t step_id, std::span<const i
   publish_decodes(plan);
   for (size_t i = 0; i < plan.entries.size(); ++i) {
     if (i + kPrefetchObject < plan.entries.size()) plan.entries[i + kPrefetchObject].request->prefetch();
-    if (i + kPrefetchContents < plan.entries.size()) plan.entries[i + kPrefetchContents].request->prefetch_tokens();
+    if (i + kPrefetchContents < plan.entries.size()) recent_.prefetch(*plan.entries[i + kPrefetchContents].request);
     const Entry& entry = plan.entries[i];
     Request& request = *entry.request;
     if (fsm::has_ended(request.state)) {
@@ -177,9 +178,9 @@ void Scheduler::check_tokens(const PlannedStep& plan, std::span<const int32_t> t
 }
 
 FinishReason Scheduler::accept(Request& request, int32_t token) {
-  request.tokens.push_back(token);  // capacity was reserved at admission
+  recent_.push(request, token);
   if (request.stops_at(token)) return FinishReason::Stop;
-  return request.num_tokens() == request.most_tokens ? FinishReason::Length : FinishReason::None;
+  return request.num_tokens == request.most_tokens ? FinishReason::Length : FinishReason::None;
 }
 
 std::span<const int64_t> Scheduler::fail_step(int64_t step_id) {
@@ -276,9 +277,8 @@ void Scheduler::warm() const noexcept {
   touch(lanes_.data(), lanes_.size() * sizeof(DecodeLane));
   for (const DecodeLane& lane : lanes_) {
     const Request& request = *lane.request;
-    touch(&request, sizeof(Request));
-    touch(request.tokens.data() + request.tokens.size() - 1, sizeof(int32_t));
-    touch(request.params.stop_token_ids.data(), request.params.stop_token_ids.size() * sizeof(int32_t));
+    touch(&request, sizeof(HotRequest));
+    recent_.prefetch(request);
   }
   for (int32_t i = 0; i < config_.max_in_flight; ++i) in_flight_[static_cast<size_t>(i)].step->warm(lanes_.size());
 }

@@ -198,11 +198,13 @@ class Scheduler {
   cache::PrefixIndex prefixes_;
   cache::SlotPool slots_;
   fsm::PlaceStore places_;
+  RecentTokens recent_;
   std::vector<int32_t> page_rows_;  // [slot][pages_per_sequence]: the pages of a slot's request, ready to copy
 
   WaitingQueue waiting_;
   Deadlines deadlines_;
-  std::unordered_map<int64_t, std::unique_ptr<Request>> requests_;  // found by id, never walked over but for requests()
+  check::HugePool<Request> request_pool_;
+  std::unordered_map<int64_t, check::HugePool<Request>::Owner> requests_;  // found by id, never walked over but for requests()
   std::vector<DecodeLane> lanes_;
   Request* prefilling_ = nullptr;  // the one prefill that is not complete
   std::vector<Request*> by_rank_;  // of one plan

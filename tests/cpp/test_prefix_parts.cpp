@@ -109,7 +109,7 @@ TEST(the_table_holds_what_was_inserted) {
 
 TEST(the_queue_is_in_order_of_use) {
   for (const int kind : {0, 1, 2}) {  // pushed in order of use, some before all, anywhere
-    std::vector<PrefixNode> nodes(200);
+    Nodes nodes(200);
     LruQueue queue;
     std::map<uint64_t, int32_t> held;
     std::mt19937 random(17);
