@@ -18,9 +18,9 @@ TEST(large_arrays_begin_at_a_huge_page_and_small_ones_at_a_cache_line) {
 
 TEST(objects_of_a_pool_are_apart_and_their_places_are_used_again) {
   struct Counted {
-    explicit Counted(int& alive) : alive(alive) { ++alive; }
-    ~Counted() { --alive; }
-    int& alive;
+    explicit Counted(int& counter) : num_alive(counter) { ++num_alive; }
+    ~Counted() { --num_alive; }
+    int& num_alive;
     alignas(64) int64_t value = 0;
   };
   int alive = 0;
