@@ -26,7 +26,7 @@ import triton.language as tl
 
 from tokenspeed.kernels.registry import Band, KernelSpec, Request, Stage, device_stage
 from tokenspeed.kernels.triton.common import FEATURES, pdl_wait
-from tokenspeed.kernels.triton.sample_keep import ahead, next_leaders, race_ahead, top_k_mass
+from tokenspeed.kernels.triton.sample_keep import FEW, ahead, next_leaders, race_ahead, token_behind, top_k_mass
 from tokenspeed.kernels.triton.sample_math import (
     NO_TOKEN,
     NOBODY,
@@ -247,6 +247,12 @@ def _keep(logits, orders, workspace, row, token, count, best, best_token, heat, 
         total = tl.sum(tl.load(_floats(workspace, row, _MASS, LANES) + lanes, mask=inside, other=0.0), axis=0)
     searched = limit == V  # whether total is that of the first top_k tokens
     undecided = token != best_token
+    if undecided & (count >= limit) & (limit <= FEW):
+        logit, token = token_behind(orders, limit, logits, V, CHUNK, CHUNKS, LANES)
+        token = race_ahead(logits, orders, logit, token, best_token, best, heat, lowest_z, seed, position,
+                           V, CHUNK, CHUNKS)  # fmt: skip
+        undecided = token != best_token
+        count, mass = ahead(logits, orders, load_logits(logits, token, V), token, best, heat, V, CHUNK, CHUNKS)
     while undecided:
         logit = load_logits(logits, token, V)
         z = tl.div_rn(logit - best, heat)

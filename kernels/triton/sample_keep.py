@@ -3,8 +3,8 @@
 A keep set is a prefix of the order (greater logit first, lower id on ties). The draw over all tokens is the draw
 over the kept ones if its winner is kept. If it is not, then neither is anything that comes after it, so the race is
 run again among the tokens ahead of it, until a winner is kept. Each draw lands at a random share of the mass that
-is left, so the races needed are 1 + log(mass of all / mass of the kept) on average: 1.1 for top_p 0.9. Nothing is
-sorted, and the number of tokens ahead, which tells whether a token is kept, is also the rank that is reported.
+is left, so the races needed are 1 + log(mass of all / mass of the kept) on average: 1.1 for top_p 0.9. Where top_k keeps
+few tokens of many alike, that is many: there the second race is among the first top_k at once. Nothing is sorted, and the number of tokens ahead, which tells whether a token is kept, is also the rank that is reported.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tokenspeed.kernels.triton.sample_math import (
     token_of,
 )
 
-_FEW = tl.constexpr(64)
+FEW = tl.constexpr(64)
 """Up to here the first tokens are visited one by one."""
 _THRESHOLDS = tl.constexpr(8)
 """Parts into which one pass of the search for a threshold splits what is left."""
@@ -40,6 +40,19 @@ def next_leaders(leaders, order, logits, V: tl.constexpr, CHUNK: tl.constexpr, L
     orders = order_of(load_logits(logits, tokens, V), tokens)
     following = tl.max(tl.where((orders < order) & (tokens < V), orders, NOBODY), axis=0)
     return tl.where(tl.arange(0, LANES) == chunk, following, leaders)
+
+
+@triton.jit
+def token_behind(partials, k, logits, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
+                 LANES: tl.constexpr):  # fmt: skip
+    """The logit and the id of the token that comes right behind the first ``k``, which are fewer than V."""
+    lanes = tl.arange(0, LANES)
+    leaders = tl.load(partials + lanes, mask=lanes < CHUNKS, other=NOBODY)
+    order = tl.max(leaders, axis=0)
+    for _ in range(k):
+        leaders = next_leaders(leaders, order, logits, V, CHUNK, LANES)
+        order = tl.max(leaders, axis=0)
+    return logit_of(order), token_of(order)
 
 
 @triton.jit
@@ -86,7 +99,7 @@ def race_ahead(logits, partials, logit, token, best_token, best, temperature, lo
 def top_k_mass(logits, partials, k, best, temperature,
                V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """Mass (sum of e^z) of the first ``k`` tokens, 1 <= k <= V."""
-    if k <= _FEW:
+    if k <= FEW:
         mass = _mass_of_few(logits, partials, k, best, temperature, V, CHUNK, CHUNKS, LANES)
     else:
         mass = _mass_of_many(logits, k, best, temperature, V, CHUNK, CHUNKS)
