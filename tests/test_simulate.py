@@ -109,27 +109,33 @@ def test_times_of_one_request() -> None:
     assert outcome.end[0] == pytest.approx((first + second + sum(decodes)) * 1e9, abs=5)
 
 
-@pytest.mark.parametrize(("sequences", "ms"), [(1, 4.040), (32, 4.536), (64, 5.263), (128, 6.582), (256, 10.307)])
-def test_decodes_take_what_the_bench_measured(sequences: int, ms: float) -> None:
+H200 = RESULTS / "h200-llama-3.1-8b.json"
+SPEEDS = {figure["case"]: figure["tokens_per_second"] for figure in json.loads(H200.read_text())["bench"]["figures"]}
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 64, 256])
+def test_decodes_take_what_the_bench_measured(sequences: int) -> None:
     """As `tokenspeed bench` runs them, from its figures on an H200."""
+    ms = sequences / SPEEDS[f"decode {sequences}"] * 1e3
     limits = StepLimits(8192, 256, 256)
-    costs = load_costs([RESULTS / "h200-llama-3.1-8b.json"])
+    costs = load_costs([H200])
     deployment = Deployment(limits, max_model_len=16384, page_size=64, num_pages=1000)
     prompts = [TraceRequest(0, 64, 64)] * sequences
     told = report(simulate(prompts, deployment, model(costs, buckets_of(costs, limits), limits), Fleet()))
     assert told.all.tpot is not None and told.all.tpot.p50 * 1e3 == pytest.approx(ms, rel=0.01)
 
 
-@pytest.mark.parametrize(("tokens", "ms"), [(512, 15.3), (2048, 53.2), (8192, 239.8)])
-def test_prompts_take_about_what_the_bench_measured(tokens: int, ms: float) -> None:
+@pytest.mark.parametrize("tokens", [512, 8192])
+def test_prompts_take_about_what_the_bench_measured(tokens: int) -> None:
     """By the sweep of the same machine, which was measured with other steps beside them."""
+    ms = tokens / SPEEDS[f"prefill {tokens}"] * 1e3
     limits = StepLimits(8192, 256, 256)
-    costs = load_costs([RESULTS / "h200-llama-3.1-8b.json"])
+    costs = load_costs([H200])
     deployment = Deployment(limits, max_model_len=16384, page_size=64, num_pages=1000)
     told = report(
         simulate([TraceRequest(0, tokens, 1)], deployment, model(costs, buckets_of(costs, limits), limits), Fleet())
     )
-    assert told.all.ttft is not None and told.all.ttft.p50 * 1e3 == pytest.approx(ms, rel=0.25)
+    assert told.all.ttft is not None and told.all.ttft.p50 * 1e3 == pytest.approx(ms, rel=0.35)
 
 
 def test_prefixes_are_found_as_the_trace_allows() -> None:

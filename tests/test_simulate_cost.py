@@ -155,6 +155,8 @@ def test_a_bench_with_a_known_truth() -> None:
 
 
 def test_measured_results_of_this_project() -> None:
+    results = json.loads((RESULTS / "h200-llama-3.1-8b.json").read_text())
+    speed = next(f["tokens_per_second"] for f in results["bench"]["figures"] if f["case"] == "decode 256")
     costs = load_costs([RESULTS / "h200-llama-3.1-8b.json"])
     assert costs.per_context_token is not None and costs.read_bytes_per_second is not None
     kv_bytes = costs.per_context_token * costs.read_bytes_per_second
@@ -163,9 +165,9 @@ def test_measured_results_of_this_project() -> None:
     priced = model(costs, buckets_of(costs, limits), limits)
     assert priced.buckets == tuple(sorted(ladder(limits)))
     assert priced.step_seconds(256, 256, 256, decode_only=True, context_tokens=256 * 96) == pytest.approx(
-        0.0103, rel=0.01
+        256 / speed, rel=0.01
     )
-    assert priced.provenance.device == "NVIDIA H200" and priced.provenance.commit == "51de3d0"
+    assert priced.provenance.device == "NVIDIA H200" and priced.provenance.commit == results["commit"]
     assert str(priced.provenance).startswith("h200-llama-3.1-8b.json, bench; h200-llama-3.1-8b.json, sweep, llama8b")
 
 

@@ -77,7 +77,7 @@ class Server {
       : num_seqs_(num_seqs),
         scheduler_({.max_num_seqs = num_seqs, .max_prefill_tokens = 16384, .max_logit_rows = std::max(num_seqs, 64),
                     .max_model_len = 16384, .page_size = kPageSize, .num_pages = options.num_pages,
-                    .max_waiting = options.num_waiting + num_seqs + 100, .max_in_flight = depth + 1}),
+                    .max_waiting = 2 * options.num_waiting + num_seqs + 10 * options.num_rounds, .max_in_flight = depth + 1}),
         drawn_(static_cast<size_t>(std::max(num_seqs, 64)), 7) {
     while (scheduler_.num_free_pages() > 1000) {  // which one prompt takes
       queue(fresh_prompt(15'000), 1);
