@@ -67,7 +67,7 @@ def test_inspect_sums_up_each_target(run: Run, tiny_artifact: Path, tmp_path: Pa
     section, text = manifest.targets[1], run("inspect", artifact)
     kinds = [entry.bucket.kind for entry in section.buckets]
     graphs = sum(manifest.files[name].bytes for name in set(section.graphs)) / 1e6
-    lines = text[text.index(f"target {H200}: kernels device ABI 1") :].splitlines()
+    lines = text[text.index(f"target {H200}: kernels device ABI {DEVICE_ABI}") :].splitlines()
     assert lines[1].startswith(
         f"  buckets   {kinds.count('decode')} decode (tokens: 1 to 8), {kinds.count('mixed')} mixed"
     )
