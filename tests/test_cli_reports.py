@@ -15,7 +15,7 @@ from gpu_double import gpu_artifact
 from lowered import LIMITS, fused_program
 from tiny_llama import tiny_config
 
-from tokenspeed.artifact import DIGEST, MANIFEST, Artifact
+from tokenspeed.artifact import DEVICE_ABI, DIGEST, MANIFEST, Artifact
 from tokenspeed.cli import main
 from tokenspeed.compile.lower import plan_target
 from tokenspeed.kernels.registry import Registry

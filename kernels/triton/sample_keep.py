@@ -3,8 +3,9 @@
 A keep set is a prefix of the order (greater logit first, lower id on ties). The draw over all tokens is the draw
 over the kept ones if its winner is kept. If it is not, then neither is anything that comes after it, so the race is
 run again among the tokens ahead of it, until a winner is kept. Each draw lands at a random share of the mass that
-is left, so the races needed are 1 + log(mass of all / mass of the kept) on average: 1.1 for top_p 0.9. Where top_k keeps
-few tokens of many alike, that is many: there the second race is among the first top_k at once. Nothing is sorted, and the number of tokens ahead, which tells whether a token is kept, is also the rank that is reported.
+is left, so the races needed are 1 + log(mass of all / mass of the kept) on average: 1.1 for top_p 0.9. Where top_k
+keeps few tokens of many alike, that is many: there the second race is among the first top_k at once. Nothing is
+sorted, and the number of tokens ahead, which tells whether a token is kept, is also the rank that is reported.
 """
 
 from __future__ import annotations
