@@ -159,7 +159,8 @@ def test_absurd_kv_sizes(size: float, tiny_artifact: Path) -> None:
 
 def test_threads_and_queues(tiny_artifact: Path) -> None:
     for options, text in (
-        ({"max_waiting": 0}, "max_waiting is 0; it must be at least 1"),
+        ({"max_waiting": 0}, "max_waiting is 0; it must lie between 1 and 1048576"),
+        ({"max_waiting": 1 << 40}, "max_waiting is 1099511627776; it must lie between 1 and 1048576"),
         ({"max_step_tokens": 0}, "max_step_tokens is 0; it must lie between 1 and 2048"),
         ({"max_step_tokens": 4096}, "max_step_tokens is 4096; it must lie between 1 and 2048"),
     ):

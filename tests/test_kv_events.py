@@ -317,6 +317,17 @@ def test_bad_addresses(capsys: pytest.CaptureFixture[str]) -> None:
     for address in ("nonsense", "tcp://*", "tcp://*:port", "carrier-pigeon://*:1", ""):
         with pytest.raises(UsageError, match="is no address for KV events"):
             KvEventPublisher(address)
+    for address in (
+        "tcp://*:65536",
+        "tcp://*:-1",
+        "tcp://*:1\n",
+        "tcp://a:1:2",
+        "tcp://*:" + "9" * 30,
+        "tcp://[::]:70000",
+    ):
+        with pytest.raises(UsageError, match=r"is no address for KV events: need a (host and a )?port"):
+            KvEventPublisher(address)
+    KvEventPublisher("tcp://[::1]:5557").close()
     with KvEventPublisher("tcp://*:*") as publisher:
         port = publisher.endpoints[0].rpartition(":")[2]
         with pytest.raises(

@@ -186,6 +186,7 @@ def test_a_trace_that_is_still_written(
         (b"HEADER" + b"[" * 100_000 + b"\n", "line 2 is not a step in JSON"),
         (b"HEADER" + b'{"step": "one"}\n', "line 2.step must be"),
         (b"HEADER" + b'{"end": true}\n', "line 2 lacks 'steps'"),
+        (b"HEADER" + b'{"end": 1, "steps": 1}\n', "line 2.end must be true or false, not 1"),
     ],
 )
 def test_files_that_are_no_trace(
@@ -198,6 +199,21 @@ def test_files_that_are_no_trace(
     assert captured.out == "" and error in captured.err.splitlines()[0], captured.err
 
 
+def test_lines_without_end(
+    traced: tuple[Path, dict[str, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("tokenspeed.cli.explain_step.MOST_LINE_BYTES", 1 << 20)
+    header = traced[0].read_bytes().splitlines(keepends=True)[0]
+    path = tmp_path / "endless"
+    for number, before in enumerate((b"", header), 1):
+        path.write_bytes(before + b" " * ((1 << 20) + 1))
+        assert main(["explain-step", str(path)]) == 2
+        assert capsys.readouterr().err.startswith(f"error: {path}: line {number} has more than 1 MiB\n")
+
+
 def test_words_of_a_hostile_trace_are_only_shown(
     traced: tuple[Path, dict[str, int]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -206,6 +222,12 @@ def test_words_of_a_hostile_trace_are_only_shown(
     path = tmp_path / "hostile"
     path.write_text("".join(json.dumps(line) + "\n" for line in (raw[0], raw[1])))
     assert "{0.__class__} {max_num_seqs}" in explain(capsys, path, "--step", "1")
+    raw[0]["model"] = raw[1]["held"] = raw[1]["error"] = "\x1b[31mred"
+    raw[1]["ended"] = [{"request": 0, "reason": "\x1b[31mred"}]
+    path.write_text("".join(json.dumps(line) + "\n" for line in (raw[0], raw[1])))
+    for choice in ((), ("--step", "1"), ("--request", "0")):
+        text = explain(capsys, path, *choice)
+        assert "\x1b" not in text and r"\x1b[31mred" in text
 
 
 def test_numbers_out_of_all_bounds(

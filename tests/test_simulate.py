@@ -18,7 +18,7 @@ from tokenspeed import _native
 from tokenspeed.artifact import Artifact
 from tokenspeed.bucket import Bucket, BucketKind, BucketTable, StepLimits
 from tokenspeed.compile.buckets import ladder
-from tokenspeed.errors import UsageError
+from tokenspeed.errors import ResourceError, UsageError
 from tokenspeed.simulate.cost import CostModel, Costs, Point, buckets_of, model, parse_step_cost
 from tokenspeed.simulate.fleet import ROUTINGS, Deployment, Fleet, Outcome, simulate
 from tokenspeed.simulate.generate import KINDS, generate, with_parameters
@@ -209,6 +209,15 @@ def test_settings_that_the_simulator_refuses() -> None:
         simulate(AGENTS, replace(DEPLOYMENT, page_size=0), MODEL, Fleet())
     with pytest.raises(UsageError, match="the trace has no requests"):
         simulate([], DEPLOYMENT, MODEL, Fleet())
+
+
+def test_a_fleet_beyond_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("tokenspeed.simulate.fleet._native.Simulator", refuse)
+    with pytest.raises(ResourceError, match="2 replicas of 600 KV pages need more memory than there is"):
+        simulate(AGENTS, DEPLOYMENT, MODEL, Fleet(num_replicas=2))
 
 
 # ---- the report -----------------------------------------------------------------------------------------------

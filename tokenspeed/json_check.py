@@ -75,4 +75,5 @@ def _is(value: Any, kind: type, where: str) -> None:
         shown = repr(value)
         shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
         names = {str: "a text", int: "a whole number", float: "a number", list: "a list", dict: "an object"}
+        names[bool] = "true or false"
         raise ValueError(f"{where} must be {names[kind]}, not {shown}")

@@ -15,6 +15,8 @@ from tokenspeed.errors import UsageError
 from tokenspeed.json_check import check, parse
 from tokenspeed.runtime.scheduler_trace import END, FORMAT, FORMAT_VERSION, HEADER, STEP
 
+MOST_LINE_BYTES = 64 << 20
+"""Of a line; a step's has some tens of bytes for each request that came, ran or ended in it."""
 HELD = {
     "nothing waits": "nothing more waited",
     "tokens": "the step was full: max_prefill_tokens {max_prefill_tokens}",
@@ -101,14 +103,14 @@ class _Trace:
         self._prompts: dict[int, int] = {}  # of requests that have not ended
         self.complaint: str | None = None
         self.end: dict[str, Any] | None = None
-        header = self._parse(file.readline(), "the header")
+        header = self._parse(self._line(), "the header")
         if not isinstance(header, dict) or header.get("format") != FORMAT:
             raise UsageError(
                 f"{name} is no trace of the scheduler", hint="make one with `serve --trace-scheduler FILE`"
             )
         if header.get("version") != FORMAT_VERSION:
             raise UsageError(
-                f"{name} has format version {header.get('version')}; this tokenspeed reads {FORMAT_VERSION}",
+                f"{name} has format version {_shown(str(header.get('version')))}; this tokenspeed reads {FORMAT_VERSION}",
                 hint="read it with the version that wrote it",
             )
         self._check(header, HEADER)
@@ -117,7 +119,7 @@ class _Trace:
 
     def steps(self) -> Iterator[dict[str, Any]]:
         """Each step, with the length of the prompts that it admitted. Once."""
-        for raw in self._file:
+        while raw := self._line():
             if not raw.endswith(b"\n"):
                 self.complaint = "the trace ends within a line: it is still being written, or its server was killed"
                 return
@@ -130,6 +132,15 @@ class _Trace:
             self._note(line)
             yield line
         self.complaint = "the trace has no end: it is still being written, or its server was killed"
+
+    def _line(self) -> bytes:
+        raw = self._file.readline(MOST_LINE_BYTES + 1)
+        if len(raw) > MOST_LINE_BYTES:
+            raise UsageError(
+                f"{self._name}: line {self._number + 1} has more than {MOST_LINE_BYTES >> 20} MiB",
+                hint="make a trace with `serve --trace-scheduler FILE`",
+            )
+        return raw
 
     def _note(self, step: dict[str, Any]) -> None:
         for request in step["submitted"]:
@@ -268,13 +279,18 @@ def _print_step(step: dict[str, Any], limits: dict[str, Any]) -> None:
     for item in step["ended"]:
         say("ended", f"request {item['request']} with {item['reason']!r}")
     if "error" in step:
-        say("failed", step["error"])
+        say("failed", _shown(step["error"]))
     if "dropped" in step:
         say("missing", f"{step['dropped']} lines before this one, which were not written in time")
 
 
 def _why(held: str, limits: dict[str, Any]) -> str:
-    return HELD[held].format(**limits) if held in HELD else held
+    return HELD[held].format(**limits) if held in HELD else _shown(held)
+
+
+def _shown(text: str) -> str:
+    """A text of the trace, which may be forged: nothing in it reaches the terminal but what can be printed."""
+    return text if text.isprintable() else ascii(text)
 
 
 def _work(step: dict[str, Any]) -> str:
@@ -382,15 +398,15 @@ def _print_summary(trace: _Trace, as_json: bool) -> int:
         print_json({"header": trace.header, "summary": {**vars(sums), **counts}, "note": trace.complaint})
         return 0
     header, limits = trace.header, trace.header["limits"]
-    served = f"{header['model']} on {header['target']}, artifact {header['artifact'][:12]}"
-    print(f"{served}, tokenspeed {header['tokenspeed']}")
+    model, target, artifact, version = (_shown(header[name]) for name in ("model", "target", "artifact", "tokenspeed"))
+    print(f"{model} on {target}, artifact {artifact[:12]}, tokenspeed {version}")
     if not sums.steps:
         print("no step ran")
         return 0
     cached = f"{sums.cached_tokens} cached" + (
         f" ({100 * sums.cached_tokens / sums.prompt_tokens:.0f}% of the prompts)" if sums.prompt_tokens else ""
     )
-    ended = ", ".join(f"{number} {reason}" for reason, number in sums.ended.most_common()) or "none"
+    ended = ", ".join(f"{number} {_shown(reason)}" for reason, number in sums.ended.most_common()) or "none"
     rows = (
         ("steps", f"{sums.steps}, from {sums.first} to {sums.last}, within {sums.seconds:.1f} s"),
         ("ran", f"{_time(sums.run_seconds)}; the host spent {_time(sums.host_seconds / sums.steps)} on each step"),
@@ -403,7 +419,7 @@ def _print_summary(trace: _Trace, as_json: bool) -> int:
         print(f"  {name:<10} {text}")
     print("  why a step admitted no more:")
     for held, number in sums.held.most_common():
-        print(f"    {number:>8} {100 * number / sums.steps:>4.0f}%  {held}: {_why(held, limits)}")
+        print(f"    {number:>8} {100 * number / sums.steps:>4.0f}%  {_shown(held)}: {_why(held, limits)}")
     for text in (
         f"{_plural(sums.failed_steps, 'step')} failed" if sums.failed_steps else "",
         f"{_plural(sums.dropped, 'line')} missing: not written in time" if sums.dropped else "",

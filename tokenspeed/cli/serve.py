@@ -161,9 +161,9 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--kv-events-replay answers for --kv-events, which is not there", hint="give both")
     if args.kv_events is not None and args.no_prefix_cache:
         raise UsageError("--kv-events tells of cached prefixes, and --no-prefix-cache has none", hint="give one")
-    for name, least in (("max_waiting", 1), ("max_waiting_per_key", 1)):
-        if (value := getattr(args, name)) is not None and value < least:
-            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must be at least {least}")
+    for name in ("max_waiting", "max_waiting_per_key"):
+        if (value := getattr(args, name)) is not None and not 1 <= value <= 1 << 20:
+            raise UsageError(f"--{name.replace('_', '-')} is {value}; it must lie between 1 and {1 << 20}")
     if not 0 <= args.aging_seconds <= 86400:
         raise UsageError(f"--aging-seconds is {args.aging_seconds:g}; it must lie between 0 (off) and 86400")
     if not 0 <= args.drain_timeout < math.inf:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import queue
+import re
 import threading
 import time
 from collections import deque
@@ -45,6 +46,7 @@ POLL_MILLISECONDS = 100
 SEND_MILLISECONDS = 1000
 LINGER_MILLISECONDS = 1000
 END = (-1).to_bytes(8, "big", signed=True)
+_TCP = re.compile(r"tcp://[^:\s\[\]]+:(\*|[0-9]{1,9})|tcp://\[[0-9A-Fa-f:.%a-z]*\]:(\*|[0-9]{1,9})")
 
 NativeEvent = tuple[Any, ...]  # of _native.Scheduler.take_events
 _log = logging.getLogger("tokenspeed.kv_events")
@@ -162,6 +164,9 @@ class KvEventPublisher:
 
     def _socket(self, kind: int, address: str, options: Mapping[int, int], *, bind: bool) -> Any:
         zmq = self._zmq
+        hint = "write tcp://*:PORT to let subscribers connect, or tcp://HOST:PORT to connect to one"
+        if (wrong := _wrong_with(address)) is not None:
+            raise UsageError(f"{address!r} is no address for KV events: {wrong}", hint=hint)
         socket = self._context.socket(kind)
         for option, value in {zmq.IPV6: int("[" in address), **options}.items():
             socket.setsockopt(option, value)
@@ -172,9 +177,8 @@ class KvEventPublisher:
                 socket.connect(address)
         except zmq.ZMQError as e:
             if e.errno in (zmq.EADDRINUSE, zmq.EADDRNOTAVAIL):
-                hint = "choose another port, or stop what listens there"
-                raise ResourceError(f"cannot publish KV events at {address}: {e.strerror}", hint=hint) from None
-            hint = "write tcp://*:PORT to let subscribers connect, or tcp://HOST:PORT to connect to one"
+                taken = "choose another port, or stop what listens there"
+                raise ResourceError(f"cannot publish KV events at {address}: {e.strerror}", hint=taken) from None
             raise UsageError(f"{address!r} is no address for KV events: {e.strerror}", hint=hint) from None
         return socket
 
@@ -225,6 +229,19 @@ class KvEventPublisher:
 
 def _is_bound(endpoint: str) -> bool:
     return endpoint.startswith(("ipc://", "inproc://")) or any(host in endpoint for host in ("*", "0.0.0.0", "[::]"))
+
+
+def _wrong_with(address: str) -> str | None:
+    """What ZeroMQ takes and should not: it cuts a port to 16 bits, and takes digits with anything before or behind."""
+    if not address.startswith("tcp://"):
+        return None
+    match = _TCP.fullmatch(address)
+    if match is None:
+        return "need a host and a port"
+    port = match[1] or match[2]
+    if port != "*" and int(port) > 65535:
+        return f"need a port up to 65535, have {port}"
+    return None
 
 
 def _packages() -> tuple[Any, Any]:

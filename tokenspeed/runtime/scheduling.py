@@ -14,6 +14,8 @@ from tokenspeed.runtime.request import RequestOptions, SamplingParams
 from tokenspeed.runtime.sampling import tenant_number, token_mask
 
 MAX_AGING_SECONDS = 86400.0
+MOST_WAITING = 1 << 20
+"""Of requests in the queue."""
 
 
 def scheduler_config(
@@ -33,8 +35,8 @@ def scheduler_config(
             f"max_step_tokens is {step_tokens}; it must lie between 1 and {envelope.max_prefill_tokens}, the"
             " artifact's max_prefill_tokens"
         )
-    if max_waiting < 1:
-        raise UsageError(f"max_waiting is {max_waiting}; it must be at least 1")
+    if not 1 <= max_waiting <= MOST_WAITING:
+        raise UsageError(f"max_waiting is {max_waiting}; it must lie between 1 and {MOST_WAITING}")
     if not 0 <= aging_seconds <= MAX_AGING_SECONDS:
         raise UsageError(f"aging_seconds is {aging_seconds}; it must lie between 0 and {MAX_AGING_SECONDS:.0f}")
     return _native.SchedulerConfig(

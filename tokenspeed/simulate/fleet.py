@@ -14,7 +14,7 @@ from typing import Any
 
 from tokenspeed import _native
 from tokenspeed.bucket import BucketKind, StepLimits
-from tokenspeed.errors import UsageError
+from tokenspeed.errors import ResourceError, UsageError
 from tokenspeed.simulate.cost import CostModel
 from tokenspeed.simulate.trace import TraceError, TraceRequest
 
@@ -216,6 +216,11 @@ def _simulator(deployment: Deployment, model: CostModel, fleet: Fleet) -> Any:
             interval_ns=round(fleet.interval_ms * 1e6),
             num_threads=fleet.num_threads,
         )
+    except MemoryError:
+        raise ResourceError(
+            f"{fleet.num_replicas} replicas of {deployment.num_pages} KV pages need more memory than there is",
+            hint="simulate fewer replicas or fewer pages",
+        ) from None
     except (ValueError, TypeError) as e:  # TypeError: a number too large for C++
         text = str(e) if isinstance(e, ValueError) else "a number is too large"
         raise UsageError(f"the simulator refuses these settings: {text}") from None
