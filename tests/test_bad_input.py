@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import resource
 import shutil
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from tokenspeed.errors import (
 from tokenspeed.runtime import places
 from tokenspeed.runtime.engine import Engine, load
 from tokenspeed.runtime.loader import LoadOptions
-from tokenspeed.runtime.request import SamplingParams
+from tokenspeed.runtime.request import EngineEvent, RequestOptions, SamplingParams
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------
 
@@ -184,6 +185,8 @@ def engine(tiny_artifact: Path) -> Iterator[Engine]:
         ([[]], {}, "the prompt is empty"),
         ([283], {}, "prompt token 0 is 283: token ids of this model go from 0 to 282"),
         ([1, -2], {}, "prompt token 1 is -2"),
+        ([1, 1.5], {}, "the prompt must be whole numbers, have a float among them"),
+        ([True], {}, "the prompt must be whole numbers, have a bool among them"),
         ([1] * 65536, {}, "the prompt has 65536 tokens; this artifact was built for max_model_len 65536"),
         ([1] * 65530, {"max_tokens": 7}, "max_tokens 7 does not fit: the prompt has 65530 tokens"),
         ("x", {"max_tokens": -1}, "max_tokens must be an integer of at least 1; got -1"),
@@ -205,6 +208,38 @@ def test_illegal_requests(engine: Engine, prompt: Any, params: dict[str, Any], t
         engine.generate(prompt, SamplingParams(**{"max_tokens": 4, **params}))
     assert text in caught.value.message
     assert engine.alive and engine.stats().num_free_pages == engine.stats().num_pages
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"priority": 1.5}, "priority must be an integer from 0 to 9; got 1.5"),
+        ({"timeout": 10**400}, "timeout must be a finite number; got one too large"),
+        ({"tenant": "\ud800"}, r"tenant must be valid Unicode; got '\\ud800'"),
+        ({"cache_key": "a\udfff"}, r"cache_key must be valid Unicode; got 'a\\udfff'"),
+    ],
+)
+def test_absurd_options(options: dict[str, Any], text: str, engine: Engine) -> None:
+    with pytest.raises(RequestError, match=text):
+        engine.submit([1], SamplingParams(max_tokens=1), lambda _: None, options=RequestOptions(**options))
+
+
+def test_callers_that_change_their_prompt_or_abort_nonsense_end_nobody_else(engine: Engine) -> None:
+    prompt = [1, 2, 3]
+    ended = threading.Event()
+
+    def sink(event: EngineEvent) -> None:
+        if event.finish_reason is not None:
+            ended.set()
+
+    with engine._wake:  # the engine's thread cannot read it yet
+        engine.submit(prompt, SamplingParams(max_tokens=1), sink)
+        prompt[:] = ["x"]  # type: ignore[list-item]
+    assert ended.wait(10)
+    for nonsense in ("x", None, 1.5):
+        with pytest.raises(TypeError):
+            engine.abort(nonsense)  # type: ignore[arg-type]
+    assert len(engine.generate([[5, 3]], SamplingParams(max_tokens=2))[0].token_ids) == 2
 
 
 @pytest.mark.parametrize(

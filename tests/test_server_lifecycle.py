@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -128,6 +129,24 @@ def test_what_outlives_the_drain_is_aborted(twice: bool) -> None:
         assert last["choices"][0]["finish_reason"] == "abort"
         server.join()
     assert engine.wait_until_idle() and engine.aborted == [0]
+    engine.close(drain=False)
+
+
+def test_a_request_that_is_not_whole_at_the_end_is_told(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("tokenspeed.runtime.server.http.FLUSH_TIMEOUT", 1)
+    engine = FakeEngine(TOKENIZER)
+    with running(engine) as server, socket.socket() as client:
+        client.settimeout(10)
+        client.connect(("127.0.0.1", httpx.URL(server.server.url).port))
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+        time.sleep(0.1)
+        server.stop()
+        answer = client.recv(4096)
+        server.join()
+    assert answer.startswith(b"HTTP/1.1 503 ") and b"the request is not whole" in answer
+    assert "Traceback" not in capfd.readouterr().err
     engine.close(drain=False)
 
 

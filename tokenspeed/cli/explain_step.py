@@ -109,8 +109,9 @@ class _Trace:
                 f"{name} is no trace of the scheduler", hint="make one with `serve --trace-scheduler FILE`"
             )
         if header.get("version") != FORMAT_VERSION:
+            version = _shown(str(header.get("version")))
             raise UsageError(
-                f"{name} has format version {_shown(str(header.get('version')))}; this tokenspeed reads {FORMAT_VERSION}",
+                f"{name} has format version {version}; this tokenspeed reads {FORMAT_VERSION}",
                 hint="read it with the version that wrote it",
             )
         self._check(header, HEADER)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import operator
 import os
 import threading
 import time
@@ -73,7 +74,7 @@ class _Live:
 @dataclass(frozen=True)
 class _Submission:
     request_id: int
-    prompt_ids: Sequence[int]
+    prompt_ids: list[int]
     params: Any
     live: _Live
 
@@ -193,6 +194,7 @@ class Engine:
             QueueFullError: as many requests wait as may wait, of all or of its tenant.
             EngineClosedError: the engine is draining.
         """
+        prompt_ids = list(prompt_ids)  # the caller may change its own before the engine's thread reads it
         params = resolve(prompt_ids, params, self.info)
         check_options(options)
         seed = settled_seed(params, seed)
@@ -212,8 +214,9 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """End a request, if it is still alive, with finish_reason 'abort'; its pages are free before the next step."""
+        number = operator.index(request_id)
         with self._wake:
-            self._inbox.append(request_id)
+            self._inbox.append(number)
             self._wake.notify()
 
     def watch(self, watcher: Callable[[str], None]) -> None:
@@ -351,8 +354,8 @@ class Engine:
                 continue
             self._keep(item.request_id, item.live)
             try:
-                self._scheduler.submit(item.request_id, list(item.prompt_ids), item.params, time.monotonic_ns())
-            except (ValueError, _native.QueueFull) as e:  # that request's own fault: it ends, others go on
+                self._scheduler.submit(item.request_id, item.prompt_ids, item.params, time.monotonic_ns())
+            except (ValueError, TypeError, _native.QueueFull) as e:  # that request's own fault: it ends, others go on
                 self._end(item.request_id, FinishReason.ERROR, str(e))
             else:
                 self._prompt_tokens += len(item.prompt_ids)

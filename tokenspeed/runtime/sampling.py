@@ -78,7 +78,7 @@ def resolve(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -
 
 
 def check_prompt(prompt_ids: Sequence[int], limits: Limits) -> None:
-    """Raises RequestError if the prompt is empty, too long, or has a token id outside the vocabulary."""
+    """Raises RequestError if the prompt is empty, too long, or has what is no token id of the vocabulary."""
     if not prompt_ids:
         raise RequestError(
             "the prompt is empty: at least one token is needed", param="prompt", hint="send some text or a token id"
@@ -90,6 +90,9 @@ def check_prompt(prompt_ids: Sequence[int], limits: Limits) -> None:
             param="prompt",
             hint="shorten the prompt, or rebuild with a larger `tokenspeed build --max-model-len`",
         )
+    for kind in set(map(type, prompt_ids)):
+        if kind is bool or not hasattr(kind, "__index__"):
+            raise RequestError(f"the prompt must be whole numbers, have a {kind.__name__} among them", param="prompt")
     if min(prompt_ids) < 0 or max(prompt_ids) >= limits.vocab_size:
         position, bad = next((i, t) for i, t in enumerate(prompt_ids) if not 0 <= t < limits.vocab_size)
         raise RequestError(
@@ -126,6 +129,8 @@ def check_options(options: RequestOptions) -> None:
     for name, text in (("tenant", options.tenant), ("cache_key", options.cache_key)):
         if not isinstance(text, str) or len(text.encode("utf-8", "replace")) > MAX_KEY_BYTES:
             raise _refused(name, text, f"text of at most {MAX_KEY_BYTES} bytes", None)
+        if any("\ud800" <= c <= "\udfff" for c in text):
+            raise _refused(name, ascii(text), "valid Unicode", None)
 
 
 def tenant_number(tenant: str) -> int:
@@ -222,7 +227,11 @@ def _is_integer(value: object) -> bool:
 
 
 def _number(name: str, value: float) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    try:
+        good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:
+        good, value = False, "one too large"  # type: ignore[assignment]
+    if not good:
         raise _refused(name, value, "a finite number", None)
     return value
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from tokenspeed.errors import TokenSpeedError
+from tokenspeed.errors import EngineClosedError, TokenSpeedError
 from tokenspeed.runtime.async_llm import AsyncLLM, Generation
 from tokenspeed.runtime.output import RequestOutput
 from tokenspeed.runtime.request import FinishReason, RequestOptions
@@ -68,16 +69,23 @@ async def completions(request: Request) -> Response:
 
 
 async def read_body(request: Request, limit: int) -> bytes:
-    """The request body. Raises BodyTooLargeError as soon as it is known to be longer than ``limit`` bytes."""
+    """The request body.
+
+    Raises BodyTooLargeError as soon as it is known to be longer than ``limit`` bytes, and EngineClosedError when the
+    server ends before all of it has come: uvicorn then cancels what still runs.
+    """
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > limit:
         raise _too_large(limit)
     chunks, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
-        if size > limit:
-            raise _too_large(limit)
-        chunks.append(chunk)
+    try:
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > limit:
+                raise _too_large(limit)
+            chunks.append(chunk)
+    except asyncio.CancelledError:
+        raise EngineClosedError("the server ends, and the request is not whole", hint="retry elsewhere") from None
     return b"".join(chunks)
 
 
