@@ -263,6 +263,19 @@ def test_absurd_sampling_on_the_command_line(
     assert captured.out == "" and text in captured.err
 
 
+def test_many_threads_close_one_engine(tiny_artifact: Path) -> None:
+    engine = load(tiny_artifact, options=LoadOptions(kv_gib=0.05, threads=1))
+    ends: list[EngineEvent] = []
+    engine.submit([1] * 64, SamplingParams(max_tokens=5000, ignore_eos=True), ends.append)
+    threads = [threading.Thread(target=engine.close, kwargs={"drain": False}, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in threads)
+    assert [event.finish_reason for event in ends if event.finish_reason is not None] == ["abort"]
+
+
 @pytest.mark.parametrize(
     ("tensor", "value", "dtype", "text"),
     [

@@ -263,9 +263,15 @@ class Scheduler:
         The oldest step failed on the device: returns the requests that end with it.
         """
 
+    def settle(self) -> None:
+        """
+        Do what can wait until the device is busy: pages that the last commit filled go to the prefix index, and those
+        that the next decodes need are freed. Where nobody calls it, it is done when it is needed.
+        """
+
     def warm(self) -> None:
         """
-        Read what the next commit and next_step will read, and change nothing: keeps it in the processor's caches.
+        Settle, and read what the next commit and next_step will read: keeps it in the processor's caches.
         """
 
     def abort(self, request_id: int) -> bool:

@@ -7,7 +7,7 @@
 // Depth is how many steps are planned before the oldest commits, less one. Between two calls the caches are either
 // left alone (warm) or written over (cold), as by a step's other work. Figures are microseconds: what 5%, half and 99%
 // of the calls stay under; where others use the machine, the first is nearest to what a quiet one takes. `sum` is one
-// next_step and the commit behind it.
+// next_step and the commit behind it; `settle` is what they leave for when the device is busy.
 #include <algorithm>
 #include <chrono>
 #include <cstdio>
@@ -185,13 +185,14 @@ void measure(const Options& options, int32_t num_seqs, int32_t depth, Caches& ca
   Server server(options, num_seqs, depth);
   for (const bool cold : {false, true}) {
     const auto between = [&] { cold ? caches.spoil() : void(); };
-    Samples plan, commit, sum, submit, abort, admit;
+    Samples plan, commit, sum, settle, submit, abort, admit;
     const int32_t num_rounds = cold ? options.num_rounds / 3 : options.num_rounds;
     while (static_cast<int32_t>(server.flying().size()) < depth && server.plan() != nullptr) {}
     for (int32_t i = 0; i < num_rounds; ++i) {
       const Step* step = nullptr;
       between();
       const double planned = plan.time([&] { step = server.plan(); });
+      settle.time([&] { server.scheduler().settle(); });
       between();
       const double committed = commit.time([&] { server.commit(); });
       if (step != nullptr && server.is_full(step)) sum.add(planned + committed);
@@ -199,6 +200,7 @@ void measure(const Options& options, int32_t num_seqs, int32_t depth, Caches& ca
     report.line(num_seqs, depth, cold, "next_step", plan);
     report.line(num_seqs, depth, cold, "commit", commit);
     report.line(num_seqs, depth, cold, "sum", sum);
+    report.line(num_seqs, depth, cold, "settle, while the device runs", settle);
     if (depth > 0) continue;  // the rest does not depend on it
 
     std::deque<int64_t> submitted;

@@ -429,8 +429,11 @@ void bind_scheduler(nb::module_& m) {
            "The oldest step has run; tokens is int32[num_logit_rows]. Returns what it drew.")
       .def("fail_step", &fail_step, "step_id"_a,
            "The oldest step failed on the device: returns the requests that end with it.")
-      .def("warm", [](const S& self) { self.warm(); },
-           "Read what the next commit and next_step will read, and change nothing: keeps it in the processor's caches.")
+      .def("settle", [](S& self) { self.settle(); },
+           "Do what can wait until the device is busy: pages that the last commit filled go to the prefix index, and those\n"
+           "that the next decodes need are freed. Where nobody calls it, it is done when it is needed.")
+      .def("warm", [](S& self) { self.warm(); },
+           "Settle, and read what the next commit and next_step will read: keeps it in the processor's caches.")
       .def("abort", [](S& self, int64_t id) { return self.abort(id); }, "request_id"_a,
            "Ends a request; False if it is unknown or has ended. Its pages are free at once, or when the last step\n"
            "in flight that uses them is over. No event of it follows.")

@@ -13,6 +13,13 @@ bool Scheduler::make_room(int32_t num_pages) {
   return pages_.num_free() >= num_pages || prefixes_.make_room(num_pages);
 }
 
+// Pages that the next decodes need beside those that they have.
+int32_t Scheduler::num_pages_due() const noexcept {
+  int32_t num_due = 0;
+  for (const DecodeLane& lane : lanes_) num_due += lane.position == lane.covered && lane.position < lane.end;
+  return num_due;
+}
+
 // The running requests, who is first when pages are short at the front.
 void Scheduler::find_running_by_rank() {
   by_rank_.clear();
@@ -32,6 +39,7 @@ bool Scheduler::free_a_page(const Request& needy) {
 }
 
 bool Scheduler::preempt(int64_t request_id) {
+  publish_noted();
   const auto found = requests_.find(request_id);
   if (found == requests_.end()) return false;
   Request& request = *found->second;
@@ -94,27 +102,21 @@ void Scheduler::leave_place(Request& request) noexcept {
   if (prefilling_ == &request) prefilling_ = nullptr;
 }
 
-// Publishes the pages that the step's decodes have filled. Each is far away in memory from the others, so all of it is
-// asked for at first, in as many rounds as one thing leads to the next.
-void Scheduler::publish_decodes(const PlannedStep& plan) {
-  if (!config_.prefix_index) return;
-  publishing_.clear();
-  const auto decodes = std::span(plan.entries).first(static_cast<size_t>(plan.step->num_decodes));
-  for (const Entry& entry : decodes) {
-    if (entry.end % config_.page_size != 0) continue;
-    publishing_.push_back(&entry);
-    entry.request->prefetch();
+// Publishes the pages that decodes have filled. Each is far away in memory from the others, so all of it is asked for at
+// first, in as many rounds as one thing leads to the next. Not while a step is planned that has decodes already: it would
+// read a page that is found to be cached under another number.
+void Scheduler::publish_noted() {
+  for (const FullPage& full : full_pages_) __builtin_prefetch(holding(full.request->state));
+  for (const FullPage& full : full_pages_) {
+    prefixes_.prefetch_ref(holding(full.request->state)->prefix);
+    __builtin_prefetch(next_page_to_publish(*full.request).data());
   }
-  std::erase_if(publishing_, [](const Entry* entry) { return fsm::has_ended(entry->request->state); });
-  for (const Entry* entry : publishing_) __builtin_prefetch(holding(entry->request->state));
-  for (const Entry* entry : publishing_) {
-    prefixes_.prefetch_ref(holding(entry->request->state)->prefix);
-    __builtin_prefetch(next_page_to_publish(*entry->request).data());
+  for (const FullPage& full : full_pages_) {
+    prefixes_.prefetch_publish(holding(full.request->state)->prefix, next_page_to_publish(*full.request));
   }
-  for (const Entry* entry : publishing_) {
-    prefixes_.prefetch_publish(holding(entry->request->state)->prefix, next_page_to_publish(*entry->request));
-  }
-  for (const Entry* entry : publishing_) publish_full_pages(*entry->request, entry->end);
+  for (const FullPage& full : full_pages_) publish_full_pages(*full.request, full.num_positions);
+  full_pages_.clear();
+  free_retired();
 }
 
 // The tokens of the page behind its cached path, which must be there.

@@ -16,11 +16,12 @@ const Step* Scheduler::next_step(int64_t now_ns) {
   step.clear(id);
   step.decision.now_ns = now_ns_ = std::max(now_ns_, now_ns);
   plan.entries.clear();
-  const int64_t num_evicted = prefixes_.num_evictions();
+  if (prefilling_ != nullptr || (!waiting_.empty() && slots_.num_free() > 0)) publish_noted();  // prompts may find them
   const bool has_room = plan_decodes(plan);
   plan_prefills(plan, has_room);
-  step.decision.num_evicted_pages = static_cast<int32_t>(prefixes_.num_evictions() - num_evicted);
   if (step.num_seqs == 0) return nullptr;
+  step.decision.num_evicted_pages = static_cast<int32_t>(prefixes_.num_evictions() - num_evictions_told_);
+  num_evictions_told_ = prefixes_.num_evictions();
   step.finish();
   std::swap(step.decision.preempted, preempted_);
   prefixes_.take_copies(plan.copies_out, plan.copies_in);
@@ -32,9 +33,7 @@ const Step* Scheduler::next_step(int64_t now_ns) {
 
 // True: there were pages for all decodes, so that requests may be admitted.
 bool Scheduler::plan_decodes(PlannedStep& plan) {
-  int32_t num_due = 0;  // pages
-  for (const DecodeLane& lane : lanes_) num_due += lane.position == lane.covered && lane.position < lane.end;
-  if (!make_room(num_due)) return plan_scarce_decodes(plan);
+  if (!make_room(num_pages_due())) return plan_scarce_decodes(plan);
   for (size_t i = 0; i < lanes_.size(); ++i) {
     if (i + kPrefetchObject < lanes_.size()) lanes_[i + kPrefetchObject].request->prefetch();
     if (lanes_[i].position < lanes_[i].end) plan_decode(plan, lanes_[i]);
@@ -45,6 +44,7 @@ bool Scheduler::plan_decodes(PlannedStep& plan) {
 // In order of rank, since who is first takes pages of who is last. A decode without a page holds the line: were others
 // behind it to run meanwhile, they would be in flight again when it next asks for one of their pages.
 bool Scheduler::plan_scarce_decodes(PlannedStep& plan) {
+  publish_noted();  // before anybody is preempted
   find_running_by_rank();
   for (Request* request : by_rank_) {
     if (request->lane < 0) continue;  // a prefill, or preempted in this very plan

@@ -64,7 +64,7 @@ Scheduler::Scheduler(const SchedulerConfig& config, const std::vector<StepMemory
   ended_.reserve(num_seqs);
   preempted_.reserve(num_seqs);
   retired_.reserve(num_seqs);
-  publishing_.reserve(num_seqs);
+  full_pages_.reserve(num_seqs);
   for (size_t i = 0; i < num_steps; ++i) {
     in_flight_[i].step = std::make_unique<Step>(config_, io.empty() ? nullptr : &io[i]);
     in_flight_[i].entries.reserve(num_seqs);
@@ -129,8 +129,8 @@ std::span<const DrawnToken> Scheduler::commit(int64_t step_id, std::span<const i
   PlannedStep& plan = oldest(step_id, "commit");
   check_tokens(plan, tokens);
   drawn_.clear();
+  publish_noted();
   const auto num_decodes = static_cast<size_t>(plan.step->num_decodes);
-  publish_decodes(plan);
   for (size_t i = 0; i < plan.entries.size(); ++i) {
     if (i + kPrefetchObject < plan.entries.size()) plan.entries[i + kPrefetchObject].request->prefetch();
     if (i + kPrefetchContents < plan.entries.size()) recent_.prefetch(*plan.entries[i + kPrefetchContents].request);
@@ -149,8 +149,11 @@ std::span<const DrawnToken> Scheduler::commit(int64_t step_id, std::span<const i
     const FinishReason finish = accept(request, token);
     drawn_.push_back({request.id, token, finish});
     if (finish == FinishReason::None) {
+      const bool fills_page = i < num_decodes && entry.end % config_.page_size == 0;
+      if (fills_page && config_.prefix_index) full_pages_.push_back({&request, entry.end});
       fsm::follow(request.state, fsm::Commit{});
     } else {
+      publish_full_pages(request, entry.end);
       leave_everything(request);
       fsm::follow(request.state, fsm::Finish{});
       forget_if_finished(request);
@@ -185,6 +188,7 @@ FinishReason Scheduler::accept(Request& request, int32_t token) {
 
 std::span<const int64_t> Scheduler::fail_step(int64_t step_id) {
   PlannedStep& plan = oldest(step_id, "fail_step");
+  publish_noted();
   ended_.clear();
   for (const Entry& entry : plan.entries) {
     Request& request = *entry.request;
@@ -250,6 +254,7 @@ void Scheduler::end(Request& request) {
 }
 
 bool Scheduler::abort(int64_t request_id) {
+  publish_noted();
   const auto found = requests_.find(request_id);
   if (found == requests_.end() || fsm::has_ended(found->second->state)) return false;
   end(*found->second);
@@ -257,6 +262,7 @@ bool Scheduler::abort(int64_t request_id) {
 }
 
 std::span<const int64_t> Scheduler::expire(int64_t now_ns) {
+  publish_noted();
   ended_.clear();
   now_ns_ = std::max(now_ns_, now_ns);
   deadlines_.expired(now_ns, ended_);
@@ -265,11 +271,23 @@ std::span<const int64_t> Scheduler::expire(int64_t now_ns) {
   return ended_;
 }
 
-void Scheduler::flush_prefixes() { prefixes_.flush(); }
+void Scheduler::flush_prefixes() {
+  publish_noted();
+  prefixes_.flush();
+}
 
-void Scheduler::drop_host_tier() { prefixes_.drop_host_tier(); }
+void Scheduler::drop_host_tier() {
+  publish_noted();
+  prefixes_.drop_host_tier();
+}
 
-void Scheduler::warm() const noexcept {
+void Scheduler::settle() {
+  publish_noted();
+  make_room(num_pages_due());  // if there are so many; else the next plan sees to it
+}
+
+void Scheduler::warm() {
+  settle();
   const auto touch = [](const void* data, size_t bytes) {
     const auto* p = static_cast<const volatile char*>(data);
     for (size_t at = 0; at < bytes; at += 64) static_cast<void>(p[at]);

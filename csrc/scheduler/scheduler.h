@@ -111,9 +111,14 @@ class Scheduler {
   // What happened to cached pages since the last call, if config.record_kv_events.
   void take_events(std::vector<cache::PrefixEvent>& events) { prefixes_.take_events(events); }
 
-  // Reads what the next commit and the next plan will read, and changes nothing: for whoever waits for a step and
-  // wants the caches as they are after one that took microseconds.
-  void warm() const noexcept;
+  // Does what can wait until the device is busy: puts the pages that the last commit filled into the prefix index, and
+  // frees those that the next decodes will need. Who never calls it has it done where it is needed: before requests are
+  // admitted, and by the next commit.
+  void settle();
+
+  // Settles, and reads what the next commit and the next plan will read: for whoever waits for a step and wants the
+  // caches as they are after one that took microseconds.
+  void warm();
 
   const SchedulerConfig& config() const noexcept { return config_; }
   int32_t num_waiting() const noexcept { return static_cast<int32_t>(waiting_.size()); }
@@ -143,6 +148,11 @@ class Scheduler {
     std::vector<Entry> entries;  // one per sequence
     std::vector<cache::PageCopy> copies_out, copies_in;
   };
+  // Decodes have filled a page: the one that ends at `num_positions`.
+  struct FullPage {
+    Request* request;
+    int32_t num_positions;
+  };
   // A page that is cached already under another number, until the steps that may read it here are over.
   struct Retired {
     int64_t last_step;
@@ -170,6 +180,7 @@ class Scheduler {
 
   // Pages and places (places.cpp).
   bool make_room(int32_t num_pages);
+  int32_t num_pages_due() const noexcept;
   bool free_a_page(const Request& needy);
   void find_running_by_rank();
   cache::PageLease acquire_pages(int32_t slot, int32_t num_held, int32_t num_pages);
@@ -177,7 +188,7 @@ class Scheduler {
   void enter_lane(Request& request);
   void leave_lane(Request& request) noexcept;
   void leave_place(Request& request) noexcept;
-  void publish_decodes(const PlannedStep& plan);
+  void publish_noted();
   void publish_full_pages(Request& request, int32_t num_positions);
   std::span<const int32_t> next_page_to_publish(const Request& request) const noexcept;
   void free_retired();
@@ -208,7 +219,8 @@ class Scheduler {
   std::vector<DecodeLane> lanes_;
   Request* prefilling_ = nullptr;  // the one prefill that is not complete
   std::vector<Request*> by_rank_;  // of one plan
-  std::vector<const Entry*> publishing_;  // of one commit
+  std::vector<FullPage> full_pages_;  // that commits noted, and the prefix index does not have yet
+  int64_t num_evictions_told_ = 0;    // in the decisions of steps
   std::vector<Retired> retired_;   // in order of last_step
 
   // The waiting request that lacked pages last, and how many were to be had: until there are more it is not asked

@@ -217,7 +217,7 @@ class SchedulerModel {
     check();
   }
 
-  void warm() const { scheduler_.warm(); }
+  void warm() { scheduler_.warm(); }
 
   // Runs until idle, within a bound that holds only if no request waits without end.
   void drain() {

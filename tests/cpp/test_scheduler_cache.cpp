@@ -159,10 +159,31 @@ TEST(a_swap_reaches_rows_that_are_reused) {
   const Ints kept = pages(step, 0, 1);
   CHECK(pages(step, 1, 1) != kept);
   commit(s, step, 61);
+  CHECK(s.count_pages().shared == 0);
+  s.settle();
   CHECK(s.count_pages().retired == 0 && s.count_pages().shared == 1);
   step = s.next_step();
   CHECK(pages(step, 0, 1) == kept && pages(step, 1, 1) == kept);
   commit(s, step, 62);
+}
+
+TEST(settling_frees_the_pages_that_the_next_decodes_need) {
+  SchedulerConfig config = cached();
+  config.num_pages = 3;
+  Scheduler s(config);
+  s.submit(1, prompt(8), wants(1));
+  turn(s, 60);  // ends, and leaves two cached pages of 4
+  s.submit(2, {7, 7, 7}, wants(9));
+  turn(s, 61);
+  CHECK(s.num_free_pages() == 0 && s.num_cached_pages() == 2);
+  const Step* step = s.next_step();  // fills its page
+  CHECK(s.num_evictions() == 0);
+  s.settle();
+  CHECK(s.num_evictions() == 1 && s.num_free_pages() == 1);
+  commit(s, step, 62);
+  step = s.next_step();
+  CHECK(s.num_evictions() == 1 && s.num_free_pages() == 0 && step->decision.num_evicted_pages == 1);
+  commit(s, step, 63);
 }
 
 TEST(keys_and_salts_are_namespaces) {

@@ -140,6 +140,7 @@ class Engine:
         self._watchers: list[Callable[[str], None]] = []
         self._inbox: deque[_Submission | int] = deque()  # submissions, and ids to abort, in order of arrival
         self._wake = threading.Condition()
+        self._device_closing = threading.Lock()
         self._next_id = 0
         self._closing = False
         self._stopped = False
@@ -287,7 +288,8 @@ class Engine:
             self._wake.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(HANG_SECONDS)  # it ends after the steps in flight, unless the device hangs
-        self._executor.device.close()
+        with self._device_closing:  # of several threads that close, one ends the device's workers
+            self._executor.device.close()
         atexit.unregister(self._close_at_exit)
         return finished
 
