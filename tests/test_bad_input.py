@@ -273,6 +273,8 @@ def test_many_threads_close_one_engine(tiny_artifact: Path) -> None:
     for thread in threads:
         thread.join(10)
     assert not any(thread.is_alive() for thread in threads)
+    engine.abort(0)
+    assert engine.close(timeout=5.0)  # with nothing left that it could wait for
     assert [event.finish_reason for event in ends if event.finish_reason is not None] == ["abort"]
 
 

@@ -217,6 +217,8 @@ class Engine:
         """End a request, if it is still alive, with finish_reason 'abort'; its pages are free before the next step."""
         number = operator.index(request_id)
         with self._wake:
+            if self._stopped:  # all end anyway, and nobody would read it
+                return
             self._inbox.append(number)
             self._wake.notify()
 
