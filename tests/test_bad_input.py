@@ -263,6 +263,23 @@ def test_absurd_sampling_on_the_command_line(
     assert captured.out == "" and text in captured.err
 
 
+def test_a_sink_that_raises_ends_the_engine_and_everybody_is_told(tiny_artifact: Path) -> None:
+    def raises(_: EngineEvent) -> None:
+        raise RuntimeError("of a sink")
+
+    reasons: list[str] = []
+    ends: list[EngineEvent] = []
+    engine = load(tiny_artifact, options=LoadOptions(kv_gib=0.05, threads=1))
+    engine.watch(reasons.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(threading, "excepthook", lambda _: None)
+        engine.submit([1] * 64, SamplingParams(max_tokens=5000, ignore_eos=True), ends.append)
+        engine.submit([2], SamplingParams(max_tokens=2), raises)
+        engine._thread.join(10)
+        assert engine.close(timeout=5.0) and not engine.alive
+    assert ends[-1].finish_reason == "error" and "of a sink" in reasons[0]
+
+
 def test_many_threads_close_one_engine(tiny_artifact: Path) -> None:
     engine = load(tiny_artifact, options=LoadOptions(kv_gib=0.05, threads=1))
     ends: list[EngineEvent] = []

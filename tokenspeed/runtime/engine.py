@@ -324,12 +324,20 @@ class Engine:
             with self._wake:
                 self._closing = self._stopped = True
                 self._take_inbox_after_stop()
-            self._publish_committed()
+            self._tell(self._publish_committed)
             for request_id in list(self._live):
-                self._end(request_id, reason, error)
+                self._tell(self._end, request_id, reason, error)
             self._fail(error)
             with self._wake:
                 self._wake.notify_all()
+
+    @staticmethod
+    def _tell(function: Callable[..., None], *args: Any) -> None:
+        """Call it; where a sink raises, which may be why the engine ends, all others are told still."""
+        try:
+            function(*args)
+        except Exception:
+            _log.exception("a sink of events raised")
 
     def _fail(self, error: str | None) -> None:
         """The engine's thread is about to end; with an error, whoever watches is told."""
