@@ -289,6 +289,12 @@ def test_bad_key_files(tmp_path: Path) -> None:
         parse_keys([], tmp_path / "binary")
 
 
+def test_a_key_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_bytes(b"\xef\xbb\xbfa=secret-1\nb=secret-2\n")
+    (tmp_path / "plain").write_bytes(b"a=secret-1\nb=secret-2\n")
+    assert parse_keys([], tmp_path / "keys") == parse_keys([], tmp_path / "plain")
+
+
 # ---- limits ---------------------------------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ def names_tenants(keys: Mapping[str, str]) -> bool:
 
 def _lines(file: str | Path) -> list[str]:
     try:
-        text = Path(file).read_text(encoding="utf-8")
+        text = Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8 text"
         raise UsageError(f"cannot read the API keys in {file}: {reason}") from None
