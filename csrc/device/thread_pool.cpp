@@ -115,6 +115,7 @@ ThreadPool::ThreadPool(const PoolOptions& options) : num_workers_(options.num_wo
 ThreadPool::~ThreadPool() { stop(); }
 
 void ThreadPool::stop() noexcept {
+  const std::lock_guard one_at_a_time(stop_mutex_);  // who comes second waits until the threads have ended
   {
     const std::lock_guard lock(submit_mutex_);
     stopping_.store(true);

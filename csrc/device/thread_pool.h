@@ -87,6 +87,7 @@ class ThreadPool {
   size_t scratch_stride_ = 0;
   std::unique_ptr<Region> scratch_;
   std::mutex submit_mutex_;
+  std::mutex stop_mutex_;
   std::array<Job, kMaxQueued> jobs_;
   int64_t job_started_ = 0, task_started_ = 0;  // written by whoever starts a job or a task
 

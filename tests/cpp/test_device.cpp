@@ -163,6 +163,15 @@ TEST(sleepers_wake_after_any_pause) {
   CHECK(pool.sleeps() > 0);
 }
 
+TEST(several_may_stop_a_pool_at_once) {
+  for (int round = 0; round < 20; ++round) {
+    ThreadPool pool({3, false, 0});
+    std::vector<std::thread> stoppers;
+    for (int i = 0; i < 4; ++i) stoppers.emplace_back([&] { pool.stop(); });
+    for (std::thread& stopper : stoppers) stopper.join();
+  }
+}
+
 TEST(stop_finishes_what_was_submitted) {
   const Task task{sleep_briefly, nullptr, 0};
   Job job;
