@@ -128,12 +128,12 @@ Held Scheduler::measure(const PlannedStep& plan, const Request& request, Candida
                            : 0;
   candidate.found = prefixes_.find(request.params.cache_key, request.tokens, most);
   const int32_t begin = candidate.found.num_pages * config_.page_size;
-  candidate.end = chunk_end(plan, request, begin);
-  if (candidate.end <= begin) return Held::LogitRows;
-  candidate.is_last = candidate.end == request.num_tokens;
-  const int32_t covers = request.was_preempted() ? request.num_tokens + 1 : candidate.end + candidate.is_last;
+  const int32_t end = chunk_end(plan, request, begin);
+  if (end <= begin) return Held::LogitRows;
+  const bool needs_all = request.was_preempted() || end == request.num_tokens;
+  candidate.num_positions = needs_all ? request.num_tokens + 1 : end;
   const int32_t on_device = candidate.found.num_pages - candidate.found.num_host_pages;
-  const int32_t need = config_.pages_for(covers) - on_device + num_running();
+  const int32_t need = config_.pages_for(candidate.num_positions) - on_device + num_running();
   if (need <= to_be_had - candidate.found.num_unlocked_device_pages) return Held::NothingWaits;
   short_of_pages_ = &request;
   pages_had_ = to_be_had;
@@ -155,15 +155,14 @@ Held Scheduler::admit(PlannedStep& plan) {
   TS_ASSERT(slot && prefix, "a request is admitted to a free slot and pages that are to be had");
   const int32_t num_found = candidate.found.num_pages;
   prefixes_.copy_pages(*prefix, page_row(slot->slot(), num_found));
-  const int32_t covers = request.was_preempted() ? request.num_tokens + 1 : candidate.end + candidate.is_last;
-  const int32_t num_own = config_.pages_for(covers) - num_found;
+  const int32_t num_own = config_.pages_for(candidate.num_positions) - num_found;
   const bool has_room = make_room(num_own);
   TS_ASSERT(has_room, "pages are counted before a request is admitted");
   cache::PageLease pages = acquire_pages(slot->slot(), num_found, num_own);
   request.slot = slot->slot();
   request.num_positions = num_found * config_.page_size;
   request.publishes = config_.prefix_index;
-  request.tokens.reserve(static_cast<size_t>(request.num_prompt + request.params.max_new_tokens));
+  request.tokens.reserve(static_cast<size_t>(request.most_tokens));
 
   const int32_t cached = request.num_positions, restored = candidate.found.num_host_pages * config_.page_size;
   plan.step->decision.admitted.push_back(

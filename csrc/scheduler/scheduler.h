@@ -158,11 +158,10 @@ class Scheduler {
     int64_t last_step;
     cache::PageLease page;
   };
-  // A prompt's place in the prefix index, and the part of it that its first chunk would compute.
+  // A prompt's place in the prefix index, and the positions that it needs pages for when it is admitted.
   struct Candidate {
     cache::PrefixIndex::Found found;
-    int32_t end = 0;
-    bool is_last = false;
+    int32_t num_positions = 0;
   };
   static constexpr size_t kPrefetchObject = 24, kPrefetchContents = 12;  // requests ahead of the one at hand
 

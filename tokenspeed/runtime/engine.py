@@ -140,7 +140,6 @@ class Engine:
         self._watchers: list[Callable[[str], None]] = []
         self._inbox: deque[_Submission | int] = deque()  # submissions, and ids to abort, in order of arrival
         self._wake = threading.Condition()
-        self._device_closing = threading.Lock()
         self._next_id = 0
         self._closing = False
         self._stopped = False
@@ -236,7 +235,7 @@ class Engine:
         s = self._scheduler
         return EngineStats(
             num_running=s.num_running,
-            num_waiting=s.num_waiting + sum(isinstance(item, _Submission) for item in tuple(self._inbox)),
+            num_waiting=self.waiting_room.num_waiting + s.num_preempted,
             num_pages=s.num_pages,
             num_free_pages=s.num_free_pages + s.num_cached_pages,
             steps=self._steps,
@@ -290,8 +289,7 @@ class Engine:
             self._wake.notify_all()
         if threading.current_thread() is not self._thread:
             self._thread.join(HANG_SECONDS)  # it ends after the steps in flight, unless the device hangs
-        with self._device_closing:  # of several threads that close, one ends the device's workers
-            self._executor.device.close()
+        self._executor.device.close()
         atexit.unregister(self._close_at_exit)
         return finished
 
