@@ -7,6 +7,7 @@ import json
 import queue
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,10 @@ def test_a_server_with_all_of_it(tiny_artifact: Path, tmp_path: Path, capsys: py
                 )
                 if many.status_code != 200:
                     break
+                # The next eight wait behind the first once those have left the queue.
+                deadline, eight = time.monotonic() + 20, 'num_requests_running{model_name="tiny-llama"} 8.0'
+                while eight not in server.client.get("/metrics", headers={"authorization": "Bearer k2"}).text:
+                    assert time.monotonic() < deadline
             error = json.loads(many.read())["error"]
             assert (many.status_code, error["code"]) == (429, "key_queue_full")
             assert int(many.headers["retry-after"]) >= 1
