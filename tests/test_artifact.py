@@ -51,7 +51,7 @@ def manifest() -> Manifest:
         cost=StepCost(1, 2, 3),
     )
     model = ModelSection("m", "llama", 32, 1, 16, 1, 1, 16, 100, "gguf", "00")
-    envelope = resolve(model="m", max_position_embeddings=64, default_targets=(V3,))
+    envelope = resolve(model="m", max_position_embeddings=64, vocab_size=64, default_targets=(V3,))
     return Manifest(FORMAT_VERSION, "0", model, envelope, (section,))
 
 

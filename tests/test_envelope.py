@@ -16,13 +16,14 @@ V3 = (Target("cpu", "x86-64-v3"),)
 
 
 def make(**flags: object) -> Envelope:
-    return resolve(model="m", max_position_embeddings=8192, flags=flags, default_targets=V3)
+    return resolve(model="m", max_position_embeddings=8192, vocab_size=64, flags=flags, default_targets=V3)
 
 
 def test_every_field_knows_who_set_it() -> None:
     envelope = resolve(
         model="smol",
         max_position_embeddings=8192,
+        vocab_size=64,
         recipe={"dtype": "bf16", "max_num_seqs": 8},
         flags={"dtype": "float32", "page_size": None},
         default_targets=V3,
@@ -123,11 +124,13 @@ def test_recipe_files(tmp_path: Path) -> None:
 
 def test_penalties_are_on_or_off() -> None:
     def resolved(value: Any) -> Any:
-        envelope = resolve(model="m", max_position_embeddings=64, recipe={"penalties": value}, default_targets=V3)
+        envelope = resolve(
+            model="m", max_position_embeddings=64, vocab_size=64, recipe={"penalties": value}, default_targets=V3
+        )
         assert Envelope.from_json(envelope.to_json()) == envelope
         return envelope
 
-    assert resolve(model="m", max_position_embeddings=64, default_targets=V3).penalties
+    assert resolve(model="m", max_position_embeddings=64, vocab_size=64, default_targets=V3).penalties
     assert resolved(True).penalties and resolved("on").penalties
     off = resolved("off")
     assert not off.penalties and not resolved(False).penalties
@@ -141,4 +144,4 @@ def test_shipped_recipes_resolve() -> None:
     recipes = sorted((Path(__file__).parent.parent / "artifacts" / "recipes").glob("*.toml"))
     assert recipes
     for path in recipes:
-        resolve(model="m", max_position_embeddings=8192, recipe=read_recipe(path), default_targets=V3)
+        resolve(model="m", max_position_embeddings=8192, vocab_size=64, recipe=read_recipe(path), default_targets=V3)

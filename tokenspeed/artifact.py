@@ -6,6 +6,7 @@ Layout (``artifacts/README.md`` explains every part):
     DIGEST                        SHA-256 of manifest.json: the artifact's identity
     graphs/<target>/<bucket>.tslg LaunchGraphs
     graphs/<target>/ceiling-*.tslg what measures a GPU
+    graphs/<target>/values.json   where the values of a step lie: for those who look into one
     kernels/<target>/             GPU code objects (.cubin, .hsaco) that the graphs launch
     weights/<layouts>.safetensors weights in the layouts that the chosen kernels read
     tokenizer/                    tokenizer.json and config.json
@@ -33,10 +34,10 @@ from tokenspeed.json_check import record
 from tokenspeed.step import IO, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
-FORMAT_VERSION = 2
-"""History: 2 (2026-11-29) GPU targets: binaries, ceilings; step_sizes in region io; adjustments of logits: inputs,
-token_counts in region state, penalties in the envelope. 1 (2026-11-29) CPU targets: graphs, packed weights, tokenizer,
-selection, program."""
+FORMAT_VERSION = 3
+"""History: 3 (2026-11-30) values.json per target; the tree of numerics switches in the envelope. 2 (2026-11-29) GPU
+targets: binaries, ceilings; step_sizes in region io; adjustments of logits: inputs, token_counts in region state,
+penalties in the envelope. 1 (2026-11-29) CPU targets: graphs, packed weights, tokenizer, selection, program."""
 
 NATIVE_LIBRARY = "native"
 """Library of the CPU kernels' symbols; its ABI number is that of the C++ module."""
@@ -121,6 +122,7 @@ class TargetSection:
     binaries: tuple[BinaryEntry, ...]
     buckets: tuple[BucketEntry, ...]
     cost: StepCost
+    values: str
     ceilings: tuple[CeilingEntry, ...] = ()
 
     @property

@@ -12,7 +12,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from tokenspeed import switches
 from tokenspeed.errors import EnvelopeError
+from tokenspeed.switches import KERNEL_FEATURES, NUMERICS, RL_SOLUTION, SWITCHES
 from tokenspeed.target import Target
 
 SOURCES = ("default", "checkpoint", "recipe", "flag", "tightened")
@@ -20,10 +22,7 @@ DTYPES: Mapping[str, str] = MappingProxyType({
     "float32": "float32", "fp32": "float32", "f32": "float32",
     "bfloat16": "bfloat16", "bf16": "bfloat16",
 })  # fmt: skip
-NUMERICS = ("auto", "rl-bitwise")
 _SWITCH: Mapping[object, bool] = MappingProxyType({True: True, False: False, "on": True, "off": False})
-KERNEL_FEATURES = ("batch_invariant", "fixed_reduction_order", "run_invariant")
-"""What a kernel may guarantee of its bits; ``numerics = rl-bitwise`` requires all of it of every kernel."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ class Field:
 FIELDS: tuple[Field, ...] = (
     Field("model", None, "name that the server answers to"),
     Field("dtype", "bfloat16", "dtype of weights, activations and KV pages: float32 or bfloat16"),
-    Field("numerics", "auto", "auto: the fastest kernels; rl-bitwise: only those with every kernel feature"),
+    Field("numerics", "auto", "auto: the fastest kernels; rl-bitwise: equal bits, by the switches below"),
     Field("max_model_len", None, "longest context in tokens, prompt and output together", 1, 1 << 24),
     Field("max_num_seqs", 64, "most sequences that run at once", 1, 4096, 256),
     Field("max_prefill_tokens", 2048, "most tokens in one step, prefill chunks and decodes together", 1, 65536, 8192),
@@ -55,6 +54,7 @@ FIELDS: tuple[Field, ...] = (
     Field("penalties", True, "repetition, presence and frequency penalties: tokens of running sequences are counted"),
     Field("kernel_features", (), "features that every selected kernel must declare"),
     Field("targets", None, "machines that the artifact runs on"),
+    *(Field(s.name, s.default, s.doc, *((1, 1024) if s.name == "logprob_shards" else ())) for s in SWITCHES),
 )
 _BY_NAME: Mapping[str, Field] = MappingProxyType({field.name: field for field in FIELDS})
 
@@ -130,6 +130,21 @@ class Envelope:
         """Features that every selected kernel must declare."""
         return frozenset(self.settings["kernel_features"].value)
 
+    @property
+    def op_features(self) -> dict[str, frozenset[str]]:
+        """Features that the kernels of some kinds of op must declare besides."""
+        on = [switch for switch in SWITCHES if self.switch(switch.name) is True]
+        return {op: frozenset(features) for switch in on for op, features in switch.op_features}
+
+    @property
+    def pinned_solution(self) -> str | None:
+        """The only solution allowed at any selection point, or None."""
+        return RL_SOLUTION if self.numerics == "rl-bitwise" else None
+
+    def switch(self, name: str) -> Any:
+        """The value of a numerics switch."""
+        return self.settings[name].value
+
     def to_json(self) -> dict[str, Any]:
         return {f.name: {"value": _plain(self.settings[f.name].value), "source": self.settings[f.name].source}
                 for f in FIELDS}  # fmt: skip
@@ -147,13 +162,19 @@ class Envelope:
         return cls(MappingProxyType(settings))
 
     def describe(self) -> str:
-        """One line a field: value, who set it, what it promises."""
-        rows = [(f.name, _show(self.settings[f.name].value), self.settings[f.name].source, f.doc) for f in FIELDS]
+        """One line a field: value, who set it, what it promises; then the tree of numerics switches."""
+        plain = [f for f in FIELDS if f.name not in switches.BY_NAME and f.name != "numerics"]
+        rows = [
+            (f.name, switches.shown(self.settings[f.name].value), self.settings[f.name].source, f.doc) for f in plain
+        ]
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
-        return "\n".join(
+        fields = "\n".join(
             f"{name:<{widths[0]}}  {value:<{widths[1]}}  {source:<{widths[2]}}  {doc}"
             for name, value, source, doc in rows
         )
+        values = {name: setting.value for name, setting in self.settings.items()}
+        sources = {name: setting.source for name, setting in self.settings.items()}
+        return f"{fields}\n\n{switches.describe(values, sources, self.numerics)}"
 
 
 def read_recipe(path: Path) -> dict[str, Any]:
@@ -178,6 +199,8 @@ def resolve(
     *,
     model: str,
     max_position_embeddings: int,
+    vocab_size: int,
+    experts: bool = False,
     flags: Mapping[str, Any] | None = None,
     recipe: Mapping[str, Any] | None = None,
     default_targets: tuple[Target, ...] | None = None,
@@ -187,6 +210,8 @@ def resolve(
     Args:
         model: the checkpoint's own name.
         max_position_embeddings: longest context that the checkpoint was made for.
+        vocab_size: tokens of its vocabulary.
+        experts: whether it has layers of experts.
         flags: fields set on the command line or by the API; None values count as not set.
         recipe: fields set by a recipe; flags win over it.
         default_targets: targets when nobody names one (default: this machine's best).
@@ -216,9 +241,8 @@ def resolve(
 
     settle("model", model, "checkpoint")
     settle("dtype", _BY_NAME["dtype"].default)
-    if settle("numerics", _BY_NAME["numerics"].default) == "rl-bitwise":
-        chosen["kernel_features"] = Setting(KERNEL_FEATURES, "tightened")
-    settle("kernel_features", _BY_NAME["kernel_features"].default)
+    settle("numerics", _BY_NAME["numerics"].default)
+    _settle_switches(chosen, vocab_size=vocab_size, experts=experts)
     settle("penalties", _BY_NAME["penalties"].default)
     max_model_len = settle("max_model_len", max_position_embeddings, "checkpoint")
     if max_model_len > max_position_embeddings:
@@ -248,6 +272,28 @@ def resolve(
     return Envelope(MappingProxyType({f.name: chosen[f.name] for f in FIELDS}))
 
 
+def _settle_switches(chosen: dict[str, Setting], *, vocab_size: int, experts: bool) -> None:
+    """Give every numerics switch its value, and kernel_features those that the switches require."""
+    strict = chosen["numerics"].value == "rl-bitwise"
+    on_purpose = {switch.name: chosen[switch.name].source for switch in SWITCHES if switch.name in chosen}
+    for switch in SWITCHES:
+        if switch.name in chosen:
+            if strict:
+                switches.tighten(switch, chosen[switch.name].value, chosen[switch.name].source)
+        elif strict and switch.needed and switch.needed[0] != switch.default:
+            chosen[switch.name] = Setting(switch.needed[0], "tightened")
+        elif switch.default is None:
+            chosen[switch.name] = Setting(switches.settled(switch.name, chosen["logprob_order"].value), "default")
+        else:
+            chosen[switch.name] = Setting(switch.default, "default")
+    values = {switch.name: chosen[switch.name].value for switch in SWITCHES}
+    switches.check_against_model(values, on_purpose, vocab_size=vocab_size, experts=experts)
+    required = {feature for switch in SWITCHES if values[switch.name] is True for feature in switch.features}
+    have = chosen.setdefault("kernel_features", Setting((), "default"))
+    if required - set(have.value):
+        chosen["kernel_features"] = Setting(tuple(sorted({*have.value, *required})), "tightened")
+
+
 def _check(field: Field, value: Any, source: str) -> Any:
     """``value`` in canonical form, or EnvelopeError naming the field, the value found and the values possible."""
     where = f"{field.name} (set by {source})"
@@ -270,10 +316,15 @@ def _check(field: Field, value: Any, source: str) -> Any:
         if unknown := sorted(set(names) - set(KERNEL_FEATURES)):
             raise EnvelopeError(f"{where} names {unknown[0]!r}; the features are {', '.join(KERNEL_FEATURES)}")
         return tuple(sorted(set(names)))
-    if field.name == "penalties":
+    switch = switches.BY_NAME.get(field.name)
+    if field.name == "penalties" or (switch is not None and switch.choices == (False, True)):
         if not isinstance(value, bool | str) or value not in _SWITCH:
             raise EnvelopeError(f"{where} is {value!r}; it must be on or off")
         return _SWITCH[value]
+    if switch is not None and switch.choices:
+        if value not in switch.choices:
+            raise EnvelopeError(f"{where} is {value!r}; it must be one of {', '.join(switch.choices)}")
+        return value
     if field.name == "model":
         if not isinstance(value, str) or not value.strip() or not value.isprintable():
             raise EnvelopeError(f"{where} is {value!r}; it must be a non-empty name of printable characters")
@@ -293,9 +344,3 @@ def _source(field: Field, source: Any) -> str:
 
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return (",".join(value) or "-") if isinstance(value, (tuple, list)) else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from tokenspeed import switches
 from tokenspeed.cli.options import (
     Subparsers,
     add_command,
@@ -16,7 +17,7 @@ from tokenspeed.cli.options import (
 from tokenspeed.errors import UsageError
 
 _FLAGS = ("model", "dtype", "numerics", "max_model_len", "max_num_seqs", "max_prefill_tokens", "max_logit_rows",
-          "page_size", "split_positions", "penalties")  # fmt: skip
+          "page_size", "split_positions", "penalties", *switches.BY_NAME)  # fmt: skip
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -68,6 +69,18 @@ def add_parser(subparsers: Subparsers) -> None:
         group.add_argument(f"--{name}", type=int, metavar="N", help=doc)
     group.add_argument("--penalties", choices=("on", "off"), help="off saves the memory that counts tokens: 4 bytes"
                        " times max-num-seqs times the vocabulary (default: on)")  # fmt: skip
+    group = parser.add_argument_group(
+        "numerics switches",
+        "rl-bitwise sets all of them and only tightens; each may be set alone (docs/numerics.md says what each costs)",
+    )
+    for switch in switches.SWITCHES:
+        flag, doc = f"--{switch.name.replace('_', '-')}", f"{switch.doc} [{switch.changes}]"
+        if switch.choices == (False, True):
+            group.add_argument(flag, choices=("on", "off"), help=doc)
+        elif switch.choices:
+            group.add_argument(flag, choices=switch.choices, help=doc)
+        else:
+            group.add_argument(flag, type=int, metavar="N", help=doc)
     parser.set_defaults(run=run)
 
 

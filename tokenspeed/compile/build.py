@@ -32,6 +32,7 @@ from tokenspeed.compile.code_cache import default_cache
 from tokenspeed.compile.dummy_weights import DummyCheckpoint
 from tokenspeed.compile.lower import Binary, LoweredTarget, TargetPlan, lower_target, plan_target
 from tokenspeed.compile.models import build_program
+from tokenspeed.compile.orders import Orders
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
 from tokenspeed.compile.program import Program
 from tokenspeed.compile.tokenizer import load_tokenizer
@@ -133,6 +134,7 @@ def build(
             max_model_len=envelope.max_model_len,
             page_size=envelope.page_size,
             penalties=envelope.penalties,
+            orders=_orders(envelope),
         )
         verify(program)
         fused = run_passes(program, CPU_PASSES)
@@ -281,8 +283,17 @@ def _envelope(source: Checkpoint, flags: Mapping[str, Any], recipe: str | Path |
     return resolve(
         model=source.config.name,
         max_position_embeddings=source.config.max_position_embeddings,
+        vocab_size=source.config.vocab_size,
         flags=flags,
         recipe=None if recipe is None else read_recipe(Path(recipe)),
+    )
+
+
+def _orders(envelope: Envelope) -> Orders:
+    return Orders(
+        logprob_shards=envelope.switch("logprob_shards"),
+        layer_boundary_norm=envelope.switch("layer_boundary_norm"),
+        rope_table_device=envelope.switch("rope_table_device"),
     )
 
 
@@ -326,6 +337,8 @@ def _write_target(
         path.write_bytes(graph.encode())
         name = path.relative_to(folder).as_posix()
         ceilings.append(CeilingEntry(ceiling.kind, name, ceiling.work, ceiling.num_tokens))
+    values = graphs / "values.json"
+    values.write_bytes(target.values.to_bytes())
     return TargetSection(
         target=str(target.target),
         kernel_library=DEVICE_LIBRARY if target.target.is_gpu else NATIVE_LIBRARY,
@@ -342,6 +355,7 @@ def _write_target(
         binaries=_write_binaries(folder, target, compiled),
         buckets=tuple(entries),
         cost=cost,
+        values=values.relative_to(folder).as_posix(),
         ceilings=tuple(ceilings),
     )
 

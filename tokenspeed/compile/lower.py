@@ -22,6 +22,7 @@ from tokenspeed.graph_verify import verify_graph, writes_inputs
 from tokenspeed.kernels.registry import ArgumentKind, ArgumentRule, DeviceKernel, Registry, Stage
 from tokenspeed.step import STEP_SCALARS, PlacedTensor
 from tokenspeed.target import Target
+from tokenspeed.values import PackedValue, PlacedValue, StepOp, StepValues
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,11 @@ class LoweredTarget:
     state_bytes: int
     selection: Selection
     layout: Layout
+
+    @property
+    def values(self) -> StepValues:
+        """Where the values of its graphs lie."""
+        return step_values(self.layout, self.weights)
 
 
 @dataclass(frozen=True)
@@ -194,6 +200,18 @@ def lower_program(
     plan = plan_target(program, target, limits, registry, split_positions=split_positions, features=features,
                        pinned=pinned, buckets=buckets)  # fmt: skip
     return lower_target(plan, compile_kernels(plan.kernels) if compile_kernels and plan.kernels else None)
+
+
+def step_values(layout: Layout, weights: WeightPlan) -> StepValues:
+    """The ops of the layout's Program and the places of their values, for the artifact."""
+    program, values = layout.program, {}
+    for name in dict.fromkeys(name for op in program.ops for name in (*op.inputs, *op.outputs)):
+        value = program.values[name]
+        region, offset = layout.places.get(name, ("", 0))
+        values[name] = PlacedValue(name, value.role.value, value.dtype, value.shape, str(region), offset)
+    ops = tuple(StepOp(op.name, op.kind, op.inputs, op.outputs, dict(op.attrs)) for op in program.ops)
+    packed = tuple(PackedValue(w.value, w.layout, w.tensor) for w in weights.weights)
+    return StepValues(ops, values, packed)
 
 
 def _needed_weights(program: Program, plans: Sequence[Plan]) -> set[tuple[str, str]]:

@@ -191,6 +191,7 @@ def _requests(
     envelope = resolve(
         model=config.name,
         max_position_embeddings=config.max_position_embeddings,
+        vocab_size=config.vocab_size,
         flags={"targets": str(target), "dtype": "bfloat16", **flags},
     )
     program = run_passes(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from tokenspeed.compile.models.llama import build_llama
+from tokenspeed.compile.orders import DEFAULT_ORDERS, Orders
 from tokenspeed.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -17,7 +18,14 @@ class FamilyBuilder(Protocol):
     """Builds the model-level Program of one family."""
 
     def __call__(
-        self, config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int, penalties: bool = True
+        self,
+        config: ModelConfig,
+        *,
+        dtype: str,
+        max_model_len: int,
+        page_size: int,
+        penalties: bool = True,
+        orders: Orders = DEFAULT_ORDERS,
     ) -> Program: ...
 
 
@@ -26,10 +34,16 @@ FAMILIES: Mapping[str, FamilyBuilder] = {"llama": build_llama}
 
 
 def build_program(
-    config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int, penalties: bool = True
+    config: ModelConfig,
+    *,
+    dtype: str,
+    max_model_len: int,
+    page_size: int,
+    penalties: bool = True,
+    orders: Orders = DEFAULT_ORDERS,
 ) -> Program:
     """The model-level Program of ``config``: dtype float32 or bfloat16, lengths in positions; without ``penalties``
-    it counts no tokens.
+    it counts no tokens; ``orders``: of its operations.
 
     Raises CheckpointError for a family that has no builder.
     """
@@ -39,4 +53,5 @@ def build_program(
             f"no model family for architecture {config.architecture!r}: need one of {', '.join(sorted(FAMILIES))}",
             hint="convert the checkpoint to a supported family, or add a builder under tokenspeed/compile/models",
         )
-    return build(config, dtype=dtype, max_model_len=max_model_len, page_size=page_size, penalties=penalties)
+    return build(config, dtype=dtype, max_model_len=max_model_len, page_size=page_size, penalties=penalties,
+                 orders=orders)  # fmt: skip

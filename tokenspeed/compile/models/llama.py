@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from tokenspeed.compile.checkpoint import EMBEDDING, LM_HEAD, ModelConfig
 from tokenspeed.compile.ops import ADJUST_OPERANDS, SAMPLE_OPERANDS, Attrs, round_up
+from tokenspeed.compile.orders import DEFAULT_ORDERS, Orders
 from tokenspeed.compile.program import Program, ProgramBuilder, Source
 from tokenspeed.compile.rope import attention_factor, inverse_frequencies
 from tokenspeed.errors import EnvelopeError
@@ -17,7 +18,13 @@ from tokenspeed.step import OUTPUTS
 
 
 def build_llama(
-    config: ModelConfig, *, dtype: str, max_model_len: int, page_size: int, penalties: bool = True
+    config: ModelConfig,
+    *,
+    dtype: str,
+    max_model_len: int,
+    page_size: int,
+    penalties: bool = True,
+    orders: Orders = DEFAULT_ORDERS,
 ) -> Program:
     """The model-level Program of a Llama-family checkpoint.
 
