@@ -49,6 +49,7 @@ def manifest() -> Manifest:
         binaries=(),
         buckets=(BucketEntry(Bucket(BucketKind.DECODE, 1, 1, 1), "graphs/a.tslg"),),
         cost=StepCost(1, 2, 3),
+        values="graphs/values.json",
     )
     model = ModelSection("m", "llama", 32, 1, 16, 1, 1, 16, 100, "gguf", "00")
     envelope = resolve(model="m", max_position_embeddings=64, vocab_size=64, default_targets=(V3,))
@@ -126,8 +127,8 @@ def test_no_artifact(tmp_path: Path) -> None:
     [
         (b"[]", "is not a manifest"),
         (b"{}", "is not a manifest"),
-        (b'{"format_version": 99}', "format version 99; this TokenSpeed reads version 2"),
-        (b'{"format_version": 2}', "manifest.json is malformed"),
+        (b'{"format_version": 99}', "format version 99; this TokenSpeed reads version 3"),
+        (b'{"format_version": 3}', "manifest.json is malformed"),
         (b"\xff\xfe", "is not a manifest"),
     ],
 )

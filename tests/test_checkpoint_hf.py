@@ -181,8 +181,9 @@ def test_path_without_a_checkpoint(tmp_path: Path) -> None:
         ({"mlp_bias": True}, "mlp_bias is true: projections with biases are not supported"),
         (
             {"quantization_config": {"quant_method": "gptq"}},
-            "the checkpoint is quantized (gptq): need float32, float16 or bfloat16 weights "
-            "(use the unquantized checkpoint, or a GGUF file)",
+            "the checkpoint is quantized (gptq): need float32, float16 or bfloat16 weights: no kernel, "
+            "batch-invariant or other, reads quantized ones (use the unquantized checkpoint, or a GGUF file, whose "
+            "weights are dequantized at build)",
         ),
         ({"hidden_act": "gelu"}, "need hidden_act 'silu', have 'gelu'"),
         ({"hidden_size": None}, "need an integer as hidden_size, have None"),

@@ -260,7 +260,7 @@ def test_an_artifact_has_the_files_that_are_listed_and_no_others(workplace: Path
     first = build(workplace, "first")
     patterns = (
         r"manifest\.json|DIGEST|selection\.json|program\.json|tokenizer/(tokenizer|config)\.json",
-        r"graphs/cpu-x86-64-v\d(\+\w+)?/(decode|mixed)-\d+\.tslg|weights/panel16-rows-bfloat16\.safetensors",
+        r"graphs/cpu-x86-64-v\d(\+\w+)?/((decode|mixed)-\d+\.tslg|values\.json)|weights/panel16-rows-bfloat16\.safetensors",
     )
     for path in sorted(p for p in first.rglob("*") if p.is_file()):
         assert re.fullmatch("|".join(patterns), path.relative_to(first).as_posix()), path

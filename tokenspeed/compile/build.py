@@ -31,7 +31,7 @@ from tokenspeed.compile.checkpoint import Checkpoint, open_checkpoint, tensor_sh
 from tokenspeed.compile.code_cache import default_cache
 from tokenspeed.compile.dummy_weights import DummyCheckpoint
 from tokenspeed.compile.lower import Binary, LoweredTarget, TargetPlan, lower_target, plan_target
-from tokenspeed.compile.models import build_program
+from tokenspeed.compile.models import VERIFIED, build_program
 from tokenspeed.compile.orders import Orders
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
 from tokenspeed.compile.program import Program
@@ -39,7 +39,7 @@ from tokenspeed.compile.tokenizer import load_tokenizer
 from tokenspeed.compile.verify import verify
 from tokenspeed.compile.weights import WeightPlan, write_weights
 from tokenspeed.envelope import Envelope, read_recipe, resolve
-from tokenspeed.errors import CheckpointError, UsageError
+from tokenspeed.errors import CheckpointError, EnvelopeError, UsageError
 from tokenspeed.kernels.native_specs import native_registry
 from tokenspeed.kernels.registry import DeviceKernel, Registry
 from tokenspeed.publish import destination, publishing, seal
@@ -122,6 +122,7 @@ def build(
     with progress.stage("checkpoint"):
         source = _open(checkpoint, dummy_weights)
         envelope = _envelope(source, flags, recipe)
+        solutions = pinned_solutions(envelope, solutions or {})
         tokenizer = asdict(source.tokenizer())
         _check_texts(tokenizer)
         _check_vocabulary(tokenizer["tokenizer_json"], source.config.vocab_size)
@@ -167,13 +168,13 @@ def build(
 
 
 def _plan(
-    program: Program, target: Target, envelope: Envelope, solutions: Mapping[str, str] | None, cache: Path | None
+    program: Program, target: Target, envelope: Envelope, solutions: Mapping[str, str], cache: Path | None
 ) -> TargetPlan:
     return plan_target(
         program,
         target,
         StepLimits(envelope.max_prefill_tokens, envelope.max_num_seqs, envelope.max_logit_rows),
-        _registry(target, solutions or {}, cache),
+        _registry(target, solutions, cache),
         split_positions=envelope.split_positions,
         features=envelope.required_features,
         pinned=solutions,
@@ -279,7 +280,43 @@ def parse_solutions(pairs: Sequence[str]) -> dict[str, str]:
     return solutions
 
 
+def pinned_solutions(envelope: Envelope, solutions: Mapping[str, str]) -> dict[str, str]:
+    """Kind of op -> the only solution allowed for it: what the caller pins, and what switches of the envelope do.
+
+    Raises EnvelopeError where they contradict one another, or numerics = rl-bitwise.
+    """
+    pinned = dict(solutions)
+    backend = envelope.switch("sampling_backend")
+    if backend not in ("auto", "aok") and pinned.setdefault("sample", backend) != backend:
+        raise EnvelopeError(
+            f"sampling_backend is {backend}, but op 'sample' is pinned to {pinned['sample']}", hint="set one of the two"
+        )
+    needed = envelope.pinned_solution
+    for op, solution in sorted(pinned.items()):
+        if needed is not None and solution != needed:
+            raise EnvelopeError(
+                f"numerics = rl-bitwise needs solution {needed} for every op; op {op!r} is pinned to {solution}, and"
+                " the mode only tightens what nobody chose",
+                hint=f"leave --solution {op}={solution} out, or build with --numerics auto",
+            )
+    return pinned
+
+
 def _envelope(source: Checkpoint, flags: Mapping[str, Any], recipe: str | Path | None) -> Envelope:
+    envelope = _resolve(source, flags, recipe)
+    architecture = source.config.architecture
+    verified = VERIFIED.get(architecture, ())
+    if envelope.numerics == "rl-bitwise" and envelope.dtype not in verified:
+        raise EnvelopeError(
+            f"numerics = rl-bitwise needs a model that declares a verified envelope in {envelope.dtype}; architecture"
+            f" {architecture!r} declares {', '.join(verified) or 'none'}",
+            hint="build with --numerics auto, or have `tokenspeed invariance` verify the family and declare it in"
+            " tokenspeed/compile/models",
+        )
+    return envelope
+
+
+def _resolve(source: Checkpoint, flags: Mapping[str, Any], recipe: str | Path | None) -> Envelope:
     return resolve(
         model=source.config.name,
         max_position_embeddings=source.config.max_position_embeddings,

@@ -174,8 +174,9 @@ def _check_supported(fields: Fields) -> str:
     if quantization := fields.values.get("quantization_config"):
         method = quantization.get("quant_method", "unnamed") if isinstance(quantization, dict) else quantization
         raise CheckpointError(
-            f"{fields.path}: the checkpoint is quantized ({method}): need float32, float16 or bfloat16 weights",
-            hint="use the unquantized checkpoint, or a GGUF file",
+            f"{fields.path}: the checkpoint is quantized ({method}): need float32, float16 or bfloat16 weights: no"
+            " kernel, batch-invariant or other, reads quantized ones",
+            hint="use the unquantized checkpoint, or a GGUF file, whose weights are dequantized at build",
         )
     for key in ("attention_bias", "mlp_bias"):
         if fields.boolean(key, False):

@@ -100,7 +100,9 @@ def plan_target(
     *,
     split_positions: int,
     features: frozenset[str] = frozenset(),
+    op_features: Mapping[str, frozenset[str]] | None = None,
     pinned: Mapping[str, str] | None = None,
+    solution: str | None = None,
     buckets: Sequence[Bucket] | None = None,
 ) -> TargetPlan:
     """Choose kernels and lay out memory for a fully fused ``program`` on ``target``.
@@ -108,8 +110,7 @@ def plan_target(
     Args:
         limits: the largest step; the buckets are proven to cover every step within it.
         split_positions: attention restarts its sums at every multiple of it; a multiple of the page size.
-        features: what every selected kernel must guarantee.
-        pinned: kind of op -> the only solution allowed for it.
+        features, op_features, pinned, solution: see ``select``.
         buckets: the ladder to use instead of the default one.
 
     Raises:
@@ -124,7 +125,8 @@ def plan_target(
         "pages_per_seq": pages_per_seq(program),
         "split_positions": split_positions,
     }
-    selection = select(program, target, rungs, registry, deployment, features=features, pinned=pinned)
+    selection = select(program, target, rungs, registry, deployment, features=features, op_features=op_features,
+                       pinned=pinned, solution=solution)  # fmt: skip
     weights = plan_weights(program, _needed_weights(program, selection.plans))
     shared = _shared_workspaces(selection.plans)
     scratch = _scratch(selection.plans)
@@ -192,13 +194,15 @@ def lower_program(
     *,
     split_positions: int,
     features: frozenset[str] = frozenset(),
+    op_features: Mapping[str, frozenset[str]] | None = None,
     pinned: Mapping[str, str] | None = None,
+    solution: str | None = None,
     buckets: Sequence[Bucket] | None = None,
     compile_kernels: Callable[[Sequence[DeviceKernel]], Mapping[DeviceKernel, Binary]] | None = None,
 ) -> LoweredTarget:
     """``plan_target``, whose arguments these are, and ``lower_target`` with what ``compile_kernels`` makes."""
     plan = plan_target(program, target, limits, registry, split_positions=split_positions, features=features,
-                       pinned=pinned, buckets=buckets)  # fmt: skip
+                       op_features=op_features, pinned=pinned, solution=solution, buckets=buckets)  # fmt: skip
     return lower_target(plan, compile_kernels(plan.kernels) if compile_kernels and plan.kernels else None)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from tokenspeed.bucket import Bucket
@@ -81,13 +81,17 @@ class Selection:
     decisions: tuple[Decision, ...]
     features: frozenset[str]
     pinned: Mapping[str, str]
+    solution: str | None = None
+    op_features: Mapping[str, frozenset[str]] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """The selection report of the artifact: what was chosen for what, and why not the others."""
         return {
             "target": str(self.target),
             "required_features": sorted(self.features),
+            "op_features": {op: sorted(features) for op, features in sorted(self.op_features.items())},
             "pinned": dict(sorted(self.pinned.items())),
+            "pinned_solution": self.solution or "",
             "decisions": [decision.to_json() for decision in self.decisions],
         }
 
@@ -100,7 +104,9 @@ def select(
     deployment: Mapping[str, int],
     *,
     features: frozenset[str] = frozenset(),
+    op_features: Mapping[str, frozenset[str]] | None = None,
     pinned: Mapping[str, str] | None = None,
+    solution: str | None = None,
 ) -> Selection:
     """Choose a kernel for every op of ``program`` in every bucket.
 
@@ -108,12 +114,14 @@ def select(
         deployment: sizes that ops share: page_size, page_stride, pages_per_seq, split_positions.
         features: what every kernel must guarantee. With ``batch_invariant`` an op must also have kernels of one
             bitwise class in all buckets.
+        op_features: kind of op -> what its kernels must guarantee besides.
         pinned: kind of op -> the only solution allowed for it.
+        solution: the only solution allowed for ops that are not pinned by kind; None for any.
 
     Raises:
         SelectionError: an op has no kernel, or a pinned op is not in the program.
     """
-    pinned = dict(pinned or {})
+    pinned, op_features = dict(pinned or {}), op_features or {}
     unknown = sorted(set(pinned) - {op.kind for op in program.ops})
     if unknown:
         kinds = ", ".join(sorted({op.kind for op in program.ops}))
@@ -130,8 +138,8 @@ def select(
                 dtype=program.dtype,
                 sizes=_sizes_in(bucket, group.sizes),
                 traits={"phase": bucket.kind},
-                features=features,
-                solution=pinned.get(group.kind),
+                features=features | op_features.get(group.kind, frozenset()),
+                solution=pinned.get(group.kind, solution),
             )
             spec, candidates = registry.select(request)
             stages = spec.stages(request)
@@ -140,7 +148,7 @@ def select(
         plans.append(Plan(target, bucket, tuple(calls[op.name] for op in program.ops)))
     if "batch_invariant" in features:
         _check_bitwise_classes(plans)
-    return Selection(target, tuple(plans), _decisions(program.dtype, answers), features, pinned)
+    return Selection(target, tuple(plans), _decisions(program.dtype, answers), features, pinned, solution, op_features)
 
 
 @dataclass(frozen=True)

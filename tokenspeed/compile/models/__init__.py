@@ -32,6 +32,10 @@ class FamilyBuilder(Protocol):
 FAMILIES: Mapping[str, FamilyBuilder] = {"llama": build_llama}
 """By ``ModelConfig.architecture``."""
 
+VERIFIED: Mapping[str, tuple[str, ...]] = {"llama": ("float32", "bfloat16")}
+"""Dtypes in which a family's replies were shown to be equal bit for bit (tests/test_smollm2.py and the invariance
+harness, on CPUs and on an H200): what it declares as its verified envelope. ``rl-bitwise`` builds nothing else."""
+
 
 def build_program(
     config: ModelConfig,
