@@ -119,3 +119,15 @@ class EngineFailedError(TokenSpeedError):
     """The engine stopped working, as when its GPU is lost. Only a new process helps."""
 
     exit_code = 10
+
+
+class AttestationError(TokenSpeedError):
+    """An artifact promises equal bits, and there is no valid proof of it for this target."""
+
+    exit_code = 11
+
+
+class DivergenceError(TokenSpeedError):
+    """Bits that had to be equal are not."""
+
+    exit_code = 12
