@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from tokenspeed.kernels.registry import (
+    FIXED_ORDER,
+    SAMPLER_FEATURES,
     ArgumentRule,
     AtMost,
     Band,
@@ -18,13 +20,16 @@ from tokenspeed.kernels.registry import (
     Registry,
     Workspace,
     argument_rules,
+    fixed_order,
 )
 from tokenspeed.target import CPU_ARCHS
 
-FEATURES = frozenset({"batch_invariant", "fixed_reduction_order", "run_invariant"})
+FEATURES = FIXED_ORDER
 """What every native kernel guarantees: a row's bits depend on that row alone (batch_invariant), sums are taken
 in one order fixed at build (fixed_reduction_order), and no bit depends on timing or on the number of workers
 (run_invariant)."""
+_OF_OPS: Mapping[str, frozenset[str]] = {"sample": SAMPLER_FEATURES}
+"""What the kernels of some ops guarantee besides."""
 
 _BANDS = {"avx2": Band.PORTABLE, "avx512": Band.VECTOR, "avx512bf16": Band.DOT_PRODUCT, "amx": Band.MATRIX}
 _LOWEST_ARCH = {"avx2": "x86-64-v3", "avx512": "x86-64-v4", "avx512bf16": "x86-64-v4+bf16", "amx": "x86-64-v4+amx"}
@@ -74,8 +79,8 @@ def targets_of(isa: str) -> tuple[str, ...]:
 
 
 def native_registry() -> Registry:
-    """The registry of all native CPU kernels."""
-    return Registry(native_specs())
+    """The registry of all native CPU kernels, and of the same as solution ``aok``."""
+    return Registry(fixed_order(native_specs()))
 
 
 def native_specs() -> Iterator[KernelSpec]:
@@ -126,7 +131,7 @@ def _spec(
         arguments=_ARGUMENTS[op],
         band=_BANDS[isa],
         traits={},
-        features=FEATURES,
+        features=FEATURES | _OF_OPS.get(op, frozenset()),
         constraints=constraints,
         weight_layout=layout,
         workspace=workspace,

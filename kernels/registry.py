@@ -12,8 +12,8 @@ are ranked. Two kinds of claims differ on purpose (docs/kernels.md):
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
 from math import prod
 from typing import Any, Protocol, TypeAlias
@@ -250,11 +250,14 @@ class KernelSpec:
     Attributes:
         op: kind of op that it computes.
         solution: one of SOLUTIONS: where it comes from.
-        symbol: its name in the kernel library; unique in a registry.
+        symbol: its name in the kernel library, by which nodes call it.
         targets: machines that it runs on, as ``backend:arch``.
         dtypes: program dtypes that it serves.
         arguments: how each of its arguments is made from the op (tokenspeed/compile/lower.py).
         band: priority band.
+        rank: its place within the band; the greatest is preferred.
+        alias: its name where that is not ``symbol``: a kernel of solution ``aok`` launches that of another solution
+            (``fixed_order``).
         traits: trait -> values for which the kernel was made.
         features: guarantees that it gives.
         constraints: conditions on the sizes of the call.
@@ -264,6 +267,7 @@ class KernelSpec:
         bitwise_class: kernels of one class give equal bits for equal rows; each is alone in its own by default.
         launches: for a GPU, the launches that serve a request; None for one call of ``symbol`` with ``arguments``.
         unavailable: why this build cannot make it, whatever is asked; empty if it can.
+        unproven: says why what the kernel guarantees is not proven for a request, or None if it is or needs no proof.
     """
 
     op: str
@@ -282,11 +286,19 @@ class KernelSpec:
     launches: Callable[[Request], tuple[Stage, ...]] | None = None
     shared_workspace: Workspace | None = None
     unavailable: str = ""
+    rank: int = 0
+    alias: str = ""
+    unproven: Callable[[Request], str | None] | None = None
 
     def __post_init__(self) -> None:
         assert self.solution in SOLUTIONS, self.solution
         if not self.bitwise_class:
             object.__setattr__(self, "bitwise_class", self.symbol)
+
+    @property
+    def name(self) -> str:
+        """Its identity, unique in a registry."""
+        return self.alias or self.symbol
 
     @property
     def signature(self) -> str:
@@ -331,11 +343,11 @@ class Candidate:
     reasons: tuple[str, ...]
 
     def __str__(self) -> str:
-        return f"{self.spec.symbol}: {'; '.join(self.reasons) or 'chosen'}"
+        return f"{self.spec.name}: {'; '.join(self.reasons) or 'chosen'}"
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "kernel": self.spec.symbol,
+            "kernel": self.spec.name,
             "solution": self.spec.solution,
             "band": self.spec.band.name.lower(),
             "accepted": self.accepted,
@@ -343,13 +355,34 @@ class Candidate:
         }
 
 
+FIXED_ORDER = frozenset({"batch_invariant", "fixed_reduction_order", "run_invariant"})
+"""The features of a kernel that make a row's bits a function of that row and nothing else."""
+SAMPLER_FEATURES = frozenset({"canonical_ties", "request_keyed_draws"})
+"""What samplers may guarantee besides: of equal logits the lowest id is the greatest, and a draw depends on the
+request's seed and its position alone."""
+
+
+def fixed_order(specs: Iterable[KernelSpec]) -> Iterator[KernelSpec]:
+    """``specs``, and for each of them that declares FIXED_ORDER the same kernel as one of solution ``aok``.
+
+    That is of band REFERENCE, so nobody gets it who does not ask for the solution. Within the band the kernels keep
+    the order that they have among themselves: the best for a target still wins.
+    """
+    for spec in specs:
+        yield spec
+        if spec.features >= FIXED_ORDER:
+            yield replace(
+                spec, solution="aok", alias=f"aok:{spec.name}", band=Band.REFERENCE, rank=int(spec.band) + spec.rank
+            )
+
+
 class Registry:
     """All kernels that a build may choose from."""
 
     def __init__(self, specs: Iterable[KernelSpec]):
-        self.specs = tuple(sorted(specs, key=lambda spec: spec.symbol))
-        self.by_symbol = {spec.symbol: spec for spec in self.specs}
-        assert len(self.by_symbol) == len(self.specs), "two kernels have one symbol"
+        self.specs = tuple(sorted(specs, key=lambda spec: spec.name))
+        self.by_name = {spec.name: spec for spec in self.specs}
+        assert len(self.by_name) == len(self.specs), "two kernels have one name"
         self._by_op: dict[str, list[KernelSpec]] = {}
         for spec in self.specs:
             self._by_op.setdefault(spec.op, []).append(spec)
@@ -395,6 +428,8 @@ def _refusals(spec: KernelSpec, request: Request) -> tuple[str, ...]:
         problem = constraint.problem(request.sizes)
         if problem is not None:
             reasons.append(f"sizes: {problem}")
+    if spec.unproven is not None and not reasons and (problem := spec.unproven(request)) is not None:
+        reasons.append(f"proof: {problem}")
     return tuple(reasons)
 
 
@@ -402,15 +437,17 @@ def _matching_traits(spec: KernelSpec, request: Request) -> int:
     return sum(trait in spec.traits for trait in request.traits)
 
 
-def _rank(spec: KernelSpec, request: Request) -> tuple[int, int, str]:
-    """Sort key, best first: band, then how many wanted traits it was made for, then the symbol."""
-    return -spec.band, -_matching_traits(spec, request), spec.symbol
+def _rank(spec: KernelSpec, request: Request) -> tuple[int, int, int, str]:
+    """Sort key, best first: band, rank in it, then how many wanted traits it was made for, then the name."""
+    return -spec.band, -spec.rank, -_matching_traits(spec, request), spec.name
 
 
 def _lost(spec: KernelSpec, winner: KernelSpec) -> str:
     if spec.band != winner.band:
-        return f"outranked by {winner.symbol}: band {winner.band.name.lower()} over {spec.band.name.lower()}"
-    return f"outranked by {winner.symbol}: made for more of the wanted traits, or first by name"
+        return f"outranked by {winner.name}: band {winner.band.name.lower()} over {spec.band.name.lower()}"
+    if spec.rank != winner.rank:
+        return f"outranked by {winner.name}: rank {winner.rank} over {spec.rank} within band {spec.band.name.lower()}"
+    return f"outranked by {winner.name}: made for more of the wanted traits, or first by name"
 
 
 def _no_kernel_text(request: Request, candidates: Sequence[Candidate]) -> str:

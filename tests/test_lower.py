@@ -36,7 +36,7 @@ def test_two_builds_give_equal_bytes(arch: str, dtype: str) -> None:
         assert LaunchGraph.decode(data) == graph
         for node in graph.nodes:
             letters = {Pointer: "p", Int: "i", StepScalar: "i", Float: "f"}
-            assert "".join(letters[type(arg)] for arg in node.args) == REGISTRY.by_symbol[node.symbol].signature
+            assert "".join(letters[type(arg)] for arg in node.args) == REGISTRY.by_name[node.symbol].signature
     assert one.weights == other.weights and one.selection.to_json() == other.selection.to_json()
 
 

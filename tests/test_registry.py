@@ -10,7 +10,16 @@ import pytest
 
 from tokenspeed.errors import SelectionError
 from tokenspeed.kernels.native_specs import FEATURES, attention_workspace, native_registry, native_specs
-from tokenspeed.kernels.registry import Band, KernelSpec, MultipleOf, Registry, Request, argument_rules
+from tokenspeed.kernels.registry import (
+    FIXED_ORDER,
+    Band,
+    KernelSpec,
+    MultipleOf,
+    Registry,
+    Request,
+    argument_rules,
+    fixed_order,
+)
 from tokenspeed.target import CPU_ARCHS, Target
 
 NATIVE = Path(__file__).resolve().parent.parent / "kernels" / "native"
@@ -132,10 +141,58 @@ def test_narrower_kernels_say_what_outranks_them() -> None:
         "linear_bf16_avx512bf16: chosen",
         "linear_bf16_avx512: outranked by linear_bf16_avx512bf16: band dot_product over vector",
         "linear_bf16_avx2: outranked by linear_bf16_avx512bf16: band dot_product over portable",
+        "aok:linear_bf16_avx512bf16: outranked by linear_bf16_avx512bf16: band dot_product over reference",
+        "aok:linear_bf16_avx512: outranked by linear_bf16_avx512bf16: band dot_product over reference",
+        "aok:linear_bf16_avx2: outranked by linear_bf16_avx512bf16: band dot_product over reference",
         "linear_bf16_amx: target: need cpu:x86-64-v4+bf16, runs on cpu:x86-64-v4+amx",
         "linear_f32_avx512: dtype: need bfloat16, serves float32",
         "linear_f32_avx2: dtype: need bfloat16, serves float32",
+        "aok:linear_bf16_amx: target: need cpu:x86-64-v4+bf16, runs on cpu:x86-64-v4+amx",
+        "aok:linear_f32_avx512: dtype: need bfloat16, serves float32",
+        "aok:linear_f32_avx2: dtype: need bfloat16, serves float32",
     ]
+
+
+@pytest.mark.parametrize("arch", CPU_ARCHS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pinned_to_aok_the_best_kernel_of_the_target_still_wins(arch: str, dtype: str) -> None:
+    registry, sizes = native_registry(), {"N": 960, "K": 576}
+    for op in ("linear", "linear_add", "linear_silu_mul"):
+        request = Request(op, Target("cpu", arch), dtype, sizes, features=FEATURES)
+        auto, _ = registry.select(request)
+        pinned, candidates = registry.select(replace(request, solution="aok"))
+        assert (auto.solution, pinned.solution, pinned.name) == ("native", "aok", f"aok:{auto.symbol}")
+        assert (pinned.symbol, pinned.arguments, pinned.weight_layout, pinned.bitwise_class) == (
+            auto.symbol, auto.arguments, auto.weight_layout, auto.bitwise_class,
+        )  # fmt: skip
+        losers = [str(c) for c in candidates if c.accepted][1:]
+        assert all(f"outranked by {pinned.name}: rank {pinned.rank} over " in text for text in losers)
+
+
+def test_only_kernels_that_declare_every_feature_of_a_fixed_order_are_aok() -> None:
+    whole, partly = replace(PLAIN, features=FIXED_ORDER), replace(PLAIN, symbol="partly")
+    assert [spec.name for spec in fixed_order([whole, partly])] == ["plain", "aok:plain", "partly"]
+    with pytest.raises(SelectionError) as caught:
+        Registry(fixed_order([partly])).select(replace(ASK, features=FIXED_ORDER, solution="aok"))
+    assert caught.value.message.splitlines() == [
+        "no kernel of pinned solution aok for op 'linear' on cpu:x86-64-v4: need dtype float32, features"
+        " batch_invariant, fixed_reduction_order, run_invariant; have 1 to choose from",
+        "  no kernel of this op declares batch_invariant, fixed_reduction_order",
+        "  partly: solution: need aok (pinned), have native; features: need batch_invariant, fixed_reduction_order,"
+        " not declared",
+    ]
+
+
+def test_samplers_declare_what_they_promise_of_ties_and_draws() -> None:
+    promised = {"canonical_ties", "request_keyed_draws"}
+    assert all(promised <= s.features for s in native_specs() if s.op == "sample")
+    assert not any(promised & s.features for s in native_specs() if s.op != "sample")
+
+
+def test_a_kernel_whose_guarantee_is_not_proven_says_so() -> None:
+    doubtful = replace(PLAIN, unproven=lambda request: f"need N to be 8, have {request.sizes['N']}")
+    with pytest.raises(SelectionError, match="plain: proof: need N to be 8, have 24"):
+        Registry([doubtful]).select(ASK)
 
 
 def test_sizes_that_no_kernel_serves_are_named() -> None:

@@ -75,7 +75,7 @@ def test_pins_are_kept_or_fail_by_name() -> None:
 
 def with_decode_kernel(bitwise_class: str) -> Registry:
     """The native kernels and one more, made for decode."""
-    base = REGISTRY.by_symbol["linear_f32_avx512"]
+    base = REGISTRY.by_name["linear_f32_avx512"]
     traits = {"phase": frozenset({"decode"})}
     gemv = replace(base, symbol="gemv", traits=traits, band=Band.MATRIX, bitwise_class=bitwise_class)
     return Registry([*REGISTRY.specs, gemv])
@@ -91,5 +91,5 @@ def test_buckets_may_choose_differently_unless_bits_would_change() -> None:
     assert decisions[0].buckets == ("decode-1", "decode-2", "decode-4", "decode-6")
     with pytest.raises(SelectionError, match=r"op 'layers\.0\.qkv' \(linear\): need kernels of one bitwise class in"):
         choose(registry=with_decode_kernel("gemv"), features=FEATURES)
-    equal = REGISTRY.by_symbol["linear_f32_avx512"].bitwise_class
+    equal = REGISTRY.by_name["linear_f32_avx512"].bitwise_class
     choose(registry=with_decode_kernel(equal), features=FEATURES)

@@ -9,10 +9,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tokenspeed.kernels.registry import Band, KernelSpec, Request, Stage
+from tokenspeed.kernels.registry import FIXED_ORDER, Band, KernelSpec, Request, Stage
 from tokenspeed.target import GPU_TARGETS
 
-FEATURES = frozenset({"batch_invariant", "fixed_reduction_order", "run_invariant"})
+FEATURES = FIXED_ORDER
 """What a kernel guarantees whose row's bits depend on that row alone, whose sums are taken in one order fixed at
 build, and whose bits do not depend on timing."""
 

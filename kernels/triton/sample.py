@@ -24,7 +24,7 @@ from functools import partial
 import triton
 import triton.language as tl
 
-from tokenspeed.kernels.registry import Band, KernelSpec, Request, Stage, device_stage
+from tokenspeed.kernels.registry import SAMPLER_FEATURES, Band, KernelSpec, Request, Stage, device_stage
 from tokenspeed.kernels.triton.common import FEATURES, pdl_wait
 from tokenspeed.kernels.triton.sample_keep import FEW, ahead, next_leaders, race_ahead, token_behind, top_k_mass
 from tokenspeed.kernels.triton.sample_math import (
@@ -299,7 +299,7 @@ def specs() -> Iterator[KernelSpec]:
         dtypes=("float32", "bfloat16"),
         arguments=(),
         band=Band.VECTOR,
-        features=FEATURES,
+        features=FEATURES | SAMPLER_FEATURES,
         workspace=workspace_bytes,
         launches=_launches,
     )
