@@ -167,7 +167,7 @@ def test_pinned_solutions(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> No
     out = ("-o", tmp_path / "a", "--max-model-len", "128")
     assert run("build", tiny_checkpoint, *out, "--solution", "linear=native").code == 0
     ran = run("build", tiny_checkpoint, *out, "--force", "--solution", "linear=triton")
-    ran.refused(5, "solution: need triton (pinned), have native", "pin op 'linear' to native, or pin nothing")
+    ran.refused(5, "solution: need triton (pinned), have native", "pin op 'linear' to aok or native, or pin nothing")
     ran = run("build", tiny_checkpoint, *out, "--force", "--solution", "convolution=native")
     ran.refused(5, "op 'convolution' is pinned to 'native', but the program has only adjust_logits, ")
     ran = run("build", tiny_checkpoint, *out, "--force", "--solution", "linear")

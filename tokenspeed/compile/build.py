@@ -177,7 +177,9 @@ def _plan(
         _registry(target, solutions, cache),
         split_positions=envelope.split_positions,
         features=envelope.required_features,
+        op_features=envelope.op_features,
         pinned=solutions,
+        solution=envelope.pinned_solution,
     )
 
 
@@ -287,7 +289,7 @@ def pinned_solutions(envelope: Envelope, solutions: Mapping[str, str]) -> dict[s
     """
     pinned = dict(solutions)
     backend = envelope.switch("sampling_backend")
-    if backend not in ("auto", "aok") and pinned.setdefault("sample", backend) != backend:
+    if backend != "auto" and pinned.setdefault("sample", backend) != backend:
         raise EnvelopeError(
             f"sampling_backend is {backend}, but op 'sample' is pinned to {pinned['sample']}", hint="set one of the two"
         )
