@@ -448,6 +448,14 @@ class CpuDevice:
         happens to the file. Steps may run meanwhile, and close() ends it early. Does nothing the second time.
         """
 
+    def update_weights(self, path: str, file_offset: int, nbytes: int) -> None:
+        """
+        Replace what region weights holds, at the same addresses, by a range of a file of exactly its size:
+        behind the steps in flight, before those submitted from here on. Never writes to the file that weights came
+        from. Raises DeviceError; the weights are then as before, unless the text says that they are unknown, and
+        no step runs until another update has gone well. That can be where memory does not suffice for both.
+        """
+
     def allocate(self, region: str, nbytes: int) -> None:
         """Allocate region kv, arena, io or state, zeroed. Raises DeviceError."""
 
@@ -468,6 +476,21 @@ class CpuDevice:
         """
         A region's bytes; writable, but for weights. It may outlive the device. Raises DeviceError.
         """
+
+    def read(self, region: str, offset: int, nbytes: int) -> bytes:
+        """
+        A copy of nbytes of a region from `offset` on, made behind the steps in flight. Raises DeviceError for a range
+        beyond the region's end.
+        """
+
+    def write(self, region: str, offset: int, data: object) -> None:
+        """
+        Copy a contiguous buffer into a region at `offset` (bytes), behind the steps in flight. Not into weights: see
+        update_weights. Raises DeviceError for a range beyond the region's end.
+        """
+
+    def address(self, region: str) -> int:
+        """Where a region begins. Raises DeviceError."""
 
     def load_graph(self, data: bytes, kv_page_stride: int) -> int:
         """
@@ -539,6 +562,14 @@ class GpuDevice:
         code objects and graphs may be loaded meanwhile. Raises DeviceError.
         """
 
+    def update_weights(self, path: str, file_offset: int, nbytes: int, num_threads: int = 0, piece_bytes: int = 0) -> None:
+        """
+        Replace what region weights holds by a range of a file of exactly its size, behind the steps in flight;
+        steps submitted meanwhile are refused. The file is read whole before anything changes, then once more.
+        Raises DeviceError; the weights are then as before, unless the text says that they are unknown, and no
+        step runs until another update has gone well.
+        """
+
     def allocate(self, region: str, nbytes: int) -> None:
         """
         Allocate region kv, arena or state; zeroed, but for kv. Raises DeviceError, saying what to change when
@@ -569,6 +600,24 @@ class GpuDevice:
         """
         The host's memory of inputs and outputs (for region io: region host_io), writable: set s begins at s times
         the region's size rounded up to 4096. It may outlive the device. Raises DeviceError.
+        """
+
+    def read(self, region: str, offset: int, nbytes: int) -> bytes:
+        """
+        A copy of nbytes of a region from `offset` on, made behind the steps in flight. Raises DeviceError for a range
+        beyond the region's end.
+        """
+
+    def write(self, region: str, offset: int, data: object) -> None:
+        """
+        Copy a contiguous buffer into a region at `offset` (bytes), behind the steps in flight. Not into weights: see
+        update_weights. Raises DeviceError for a range beyond the region's end.
+        """
+
+    def address(self, region: str) -> int:
+        """
+        Where a region begins, in the device's primary context; for region host_io, where the device finds it. Raises
+        DeviceError.
         """
 
     def load_binary(self, name: str, data: bytes) -> None:

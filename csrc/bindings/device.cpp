@@ -13,6 +13,7 @@
 
 #include "abi.h"
 #include "bindings/page_moves.h"
+#include "bindings/region_access.h"
 #include "bindings/region_buffer.h"
 #include "device/ceilings.h"
 #include "device/cpu_device.h"
@@ -98,6 +99,11 @@ void bind_cpu_device(nb::module_& m) {
       .def("settle", &CpuDevice::settle, Release(),
            "Move mapped weights to memory of their own, on huge pages: faster to read, and out of reach of whatever\n"
            "happens to the file. Steps may run meanwhile, and close() ends it early. Does nothing the second time.")
+      .def("update_weights", &CpuDevice::update_weights, "path"_a, "file_offset"_a, "nbytes"_a, Release(),
+           "Replace what region weights holds, at the same addresses, by a range of a file of exactly its size:\n"
+           "behind the steps in flight, before those submitted from here on. Never writes to the file that weights came\n"
+           "from. Raises DeviceError; the weights are then as before, unless the text says that they are unknown, and\n"
+           "no step runs until another update has gone well. That can be where memory does not suffice for both.")
       .def("allocate", &allocate,
            "region"_a, "nbytes"_a, "Allocate region kv, arena, io or state, zeroed. Raises DeviceError.")
       .def("allocate_host_pages", &CpuDevice::allocate_host_pages, "num_pages"_a, "page_bytes"_a, Release(),
@@ -105,6 +111,9 @@ void bind_cpu_device(nb::module_& m) {
       .def("move_pages", &move_pages<CpuDevice>, "moves_out"_a, "moves_in"_a, kMovePagesDoc)
       .def("view", &view_of, "region"_a, nb::sig("def view(self, region: str) -> memoryview"),
            "A region's bytes; writable, but for weights. It may outlive the device. Raises DeviceError.")
+      .def("read", &read_region<CpuDevice>, "region"_a, "offset"_a, "nbytes"_a, nb::sig(kReadSig), kReadDoc)
+      .def("write", &write_region<CpuDevice>, "region"_a, "offset"_a, "data"_a, nb::sig(kWriteSig), kWriteDoc)
+      .def("address", &region_address<CpuDevice>, "region"_a, "Where a region begins. Raises DeviceError.")
       .def("load_graph", &load_graph, "data"_a, "kv_page_stride"_a,
            "Check a LaunchGraph and bind it to the regions; returns its handle. KV pages are kv_page_stride bytes\n"
            "apart. Raises GraphError, naming node and argument, for a graph that this device must not run.")

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "bindings/page_moves.h"
+#include "bindings/region_access.h"
 #include "bindings/region_buffer.h"
 #include "device/gpu/gpu_device.h"
 #include "device/gpu/gpu_files.h"
@@ -96,6 +97,11 @@ void load_weights(GpuDevice& device, const std::string& path, uint64_t file_offs
   device.load_weights(path, file_offset, nbytes, {num_threads, piece_bytes});
 }
 
+void update_weights(GpuDevice& device, const std::string& path, uint64_t file_offset, uint64_t nbytes, int num_threads,
+                    uint64_t piece_bytes) {
+  device.update_weights(path, file_offset, nbytes, {num_threads, piece_bytes});
+}
+
 void allocate(GpuDevice& device, std::string_view region, uint64_t nbytes) {
   device.allocate(region_by_name(region), nbytes);
 }
@@ -174,6 +180,12 @@ void bind_gpu_device(nb::module_& m) {
            "Allocate region weights and fill it with a range of a file, through pinned buffers that num_threads\n"
            "threads (0: one per usable core, 16 at most) fill with piece_bytes (0: 4 MiB) at a time. Other regions,\n"
            "code objects and graphs may be loaded meanwhile. Raises DeviceError.")
+      .def("update_weights", &update_weights, "path"_a, "file_offset"_a, "nbytes"_a, "num_threads"_a = 0,
+           "piece_bytes"_a = 0, Release(),
+           "Replace what region weights holds by a range of a file of exactly its size, behind the steps in flight;\n"
+           "steps submitted meanwhile are refused. The file is read whole before anything changes, then once more.\n"
+           "Raises DeviceError; the weights are then as before, unless the text says that they are unknown, and no\n"
+           "step runs until another update has gone well.")
       .def("allocate", &allocate, "region"_a, "nbytes"_a, Release(),
            "Allocate region kv, arena or state; zeroed, but for kv. Raises DeviceError, saying what to change when\n"
            "memory is short.")
@@ -187,6 +199,11 @@ void bind_gpu_device(nb::module_& m) {
       .def("view", &view_of, "region"_a, nb::sig("def view(self, region: str) -> memoryview"),
            "The host's memory of inputs and outputs (for region io: region host_io), writable: set s begins at s times\n"
            "the region's size rounded up to 4096. It may outlive the device. Raises DeviceError.")
+      .def("read", &read_region<GpuDevice>, "region"_a, "offset"_a, "nbytes"_a, nb::sig(kReadSig), kReadDoc)
+      .def("write", &write_region<GpuDevice>, "region"_a, "offset"_a, "data"_a, nb::sig(kWriteSig), kWriteDoc)
+      .def("address", &region_address<GpuDevice>, "region"_a,
+           "Where a region begins, in the device's primary context; for region host_io, where the device finds it. Raises\n"
+           "DeviceError.")
       .def("load_binary", &load_binary, "name"_a, "data"_a,
            "Load a code object (cubin or hsaco), which graphs name by `name`. Several threads may do so at once.\n"
            "Raises GraphError when it is damaged or for another GPU, DeviceError.")

@@ -105,14 +105,36 @@ void CpuDevice::load_weights(const std::string& path, uint64_t file_offset, uint
 }
 
 void CpuDevice::settle() {
+  const std::unique_lock settling(settling_, std::try_to_lock);
+  if (!settling) return;
   std::unique_ptr<Weights> weights;
   {
     const std::lock_guard lock(mutex_);
     weights = std::move(unsettled_);
   }
-  if (weights == nullptr || !weights->settle(closing_)) return;
+  if (weights == nullptr || !weights->settle(stop_settling_)) return;
   const std::lock_guard lock(mutex_);
   bytes_settled_ = weights->region()->size();
+}
+
+void CpuDevice::update_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes) {
+  const auto region = ranged(RegionKind::Weights, 0, 0);
+  require_size_of_weights(region->size(), nbytes);
+  WeightsUpdate update(pool_, *region, path, file_offset);
+  stop_settling_ = true;  // what would settle goes
+  const std::lock_guard settling(settling_);
+  const std::lock_guard lock(mutex_);  // who submits now waits
+  require_open();
+  pool_.wait(pool_.last_submitted());
+  weights_unknown_ = true;
+  try {
+    update.apply();
+  } catch (const DeviceError& e) {
+    throw DeviceError(std::string(e.what()) + "; " + kWeightsUnknown);
+  }
+  weights_unknown_ = false;
+  unsettled_.reset();
+  bytes_settled_ = nbytes;
 }
 
 void CpuDevice::allocate(RegionKind kind, uint64_t nbytes) {
@@ -147,6 +169,27 @@ std::shared_ptr<Region> CpuDevice::region(RegionKind kind) const {
   return region;
 }
 
+std::shared_ptr<Region> CpuDevice::ranged(RegionKind kind, uint64_t offset, uint64_t nbytes) const {
+  auto found = region(kind);
+  require_within(kind, found->size(), offset, nbytes);
+  return found;
+}
+
+void CpuDevice::require_range(RegionKind kind, uint64_t offset, uint64_t nbytes) const { ranged(kind, offset, nbytes); }
+
+void CpuDevice::read(RegionKind kind, uint64_t offset, std::span<std::byte> to) {
+  const auto region = ranged(kind, offset, to.size());
+  pool_.wait(pool_.last_submitted());
+  std::copy_n(region->data() + offset, to.size(), to.data());
+}
+
+void CpuDevice::write(RegionKind kind, uint64_t offset, std::span<const std::byte> from) {
+  if (kind == RegionKind::Weights) throw DeviceError(kWeightsAreReadOnly);
+  const auto region = ranged(kind, offset, from.size());
+  pool_.wait(pool_.last_submitted());
+  std::copy_n(from.data(), from.size(), region->data() + offset);
+}
+
 int CpuDevice::load_graph(std::span<const std::byte> bytes, uint64_t kv_page_stride) {
   const std::lock_guard lock(mutex_);
   require_open();
@@ -161,6 +204,7 @@ int CpuDevice::load_graph(std::span<const std::byte> bytes, uint64_t kv_page_str
 
 Job CpuDevice::job_of(int graph, const StepSizes& sizes, uint64_t io_offset) const {
   require_open();
+  if (weights_unknown_) throw DeviceError(kWeightsUnknown);
   if (graph < 0 || static_cast<size_t>(graph) >= graphs_.size()) {
     throw DeviceError("graph " + std::to_string(graph) + " is not loaded: this device has " +
                       std::to_string(graphs_.size()) + " graphs, from 0");
@@ -282,7 +326,7 @@ void CpuDevice::close() noexcept {
   {
     const std::lock_guard lock(mutex_);
     closed_ = true;
-    closing_ = true;
+    stop_settling_ = true;
     unsettled_.reset();
   }
   pool_.stop();

@@ -39,12 +39,23 @@ class CpuDevice {
   // Moves the weights from the file's pages to memory of their own; see weights.h. Steps may run meanwhile, and
   // close() ends it early. Returns at once when there is nothing to move or another thread moves it.
   void settle();
+  // Replaces the contents of region weights, at the same addresses, by a range of a file: behind the steps in flight,
+  // and before those submitted from here on. Throws DeviceError: the weights are then as before, unless the text says
+  // that what they hold is unknown; no step runs before another update has gone well.
+  void update_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes);
   void allocate(RegionKind kind, uint64_t nbytes);
   // Memory of the host tier, counted as a region: num_pages pages of page_bytes, the distance of pages in region kv.
   // Throws DeviceError, also before region kv is allocated.
   void allocate_host_pages(int64_t num_pages, uint64_t page_bytes);
   // The region's memory, which lives as long as the device or the pointer does, whichever is longer.
   std::shared_ptr<Region> region(RegionKind kind) const;
+
+  // Copy bytes of a region out, or in, behind the steps in flight. Weights are not written. Throws DeviceError.
+  void read(RegionKind kind, uint64_t offset, std::span<std::byte> to);
+  void write(RegionKind kind, uint64_t offset, std::span<const std::byte> from);
+  // Throws DeviceError unless the region has so many bytes at `offset`.
+  void require_range(RegionKind kind, uint64_t offset, uint64_t nbytes) const;
+  uint64_t address(RegionKind kind) const { return reinterpret_cast<uintptr_t>(region(kind)->data()); }
 
   // Returns the graph's handle. Throws GraphError for the graph's faults, DeviceError for the caller's.
   int load_graph(std::span<const std::byte> bytes, uint64_t kv_page_stride);
@@ -73,10 +84,11 @@ class CpuDevice {
   void require_unsealed(const std::string& what);
   void require_new(RegionKind kind) const;
   void count_region(uint64_t nbytes);
+  std::shared_ptr<Region> ranged(RegionKind kind, uint64_t offset, uint64_t nbytes) const;
   void keep_region(RegionKind kind, std::shared_ptr<Region> region);
   Job job_of(int graph, const StepSizes& sizes, uint64_t io_offset) const;
 
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;  // taken after settling_
   CpuFeatures cpu_;
   Regions regions_;
   std::vector<std::unique_ptr<BoundGraph>> graphs_;
@@ -84,7 +96,9 @@ class CpuDevice {
   std::unique_ptr<Region> host_pages_;
   bool sealed_ = false, closed_ = false, loading_ = false;
   std::unique_ptr<Weights> unsettled_;
-  std::atomic<bool> closing_{false};  // ends settle()
+  std::mutex settling_;                     // held while weights settle or are replaced
+  std::atomic<bool> stop_settling_{false};  // weights go away, or others come
+  bool weights_unknown_ = false;            // an update ended half-way
   uint64_t regions_allocated_ = 0, bytes_allocated_ = 0, bytes_settled_ = 0, graphs_loaded_ = 0;
   uint64_t pages_moved_out_ = 0, pages_moved_in_ = 0;
   uint64_t graphs_loaded_after_seal_ = 0, allocations_after_seal_ = 0, refused_after_seal_ = 0;

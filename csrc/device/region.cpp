@@ -54,6 +54,19 @@ RegionKind region_by_name(std::string_view name) {
   throw DeviceError("no region is called '" + std::string(name) + "': use one of weights, kv, arena, io, state");
 }
 
+void require_within(RegionKind kind, uint64_t size, uint64_t offset, uint64_t nbytes) {
+  if (offset <= size && nbytes <= size - offset) return;
+  throw DeviceError(std::string("region ") + region_name(kind) + " has " + std::to_string(size) + " bytes, but " +
+                    std::to_string(nbytes) + " at offset " + std::to_string(offset) +
+                    " were asked for: stay within the region");
+}
+
+void require_size_of_weights(uint64_t size, uint64_t nbytes) {
+  if (nbytes == size) return;
+  throw DeviceError("region weights has " + std::to_string(size) + " bytes, but the update has " +
+                    std::to_string(nbytes) + ": pack the weights for this artifact");
+}
+
 uint64_t available_memory() noexcept {
   try {
     const uint64_t kib = read_number("/proc/meminfo", "MemAvailable:");

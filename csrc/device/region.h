@@ -50,6 +50,14 @@ class Region {
   bool read_only_ = false;
 };
 
+// What devices of either kind say of their regions. Throw DeviceError: for a range beyond the region's end, and for an
+// update of region weights by another number of bytes than it has.
+void require_within(RegionKind kind, uint64_t size, uint64_t offset, uint64_t nbytes);
+void require_size_of_weights(uint64_t size, uint64_t nbytes);
+inline constexpr const char* kWeightsAreReadOnly = "region weights is not written to: use update_weights";
+inline constexpr const char* kWeightsUnknown =
+    "what region weights holds is unknown since an update of it failed: call update_weights again";
+
 // Bytes that this process can still use: the system's estimate, less where its control group allows less.
 uint64_t available_memory() noexcept;
 

@@ -22,6 +22,7 @@ namespace {
 constexpr size_t kPage = 4096;
 constexpr size_t kHugePage = Region::kHugePage;
 constexpr uint64_t kKernelAlignment = 64;
+constexpr uint64_t kStagingReserve = 256u << 20;  // that staging an update leaves to the rest of the system
 constexpr int kShort = -1;  // the file ended early: it was cut while being read
 
 // 0, an errno or kShort.
@@ -88,6 +89,11 @@ int open_checked(const std::string& path, uint64_t file_offset, uint64_t nbytes)
                     ": copy it again or build the artifact again");
 }
 
+std::string reading_failed(const std::string& path, int code, bool was_cut) {
+  return "cannot read the weights from " + path + ": " +
+         (was_cut ? "the file became shorter while it was read" : std::strerror(code));
+}
+
 // Where a mapping of the file begins within its 2 MiB: the same as in the file, so that the page cache's own
 // huge pages can be mapped whole.
 size_t phase_of(uint64_t file_offset) noexcept { return file_offset / kPage * kPage % kHugePage; }
@@ -104,9 +110,7 @@ Weights::Weights(ThreadPool& pool, const std::string& path, uint64_t file_offset
     Range range{settled_ ? region_->data() : region_->base(), settled_ ? nbytes : region_->mapped(),
                 settled_ ? file_ : -1, file_offset};
     if (const int code = fill(pool, range); code != 0) {
-      throw DeviceError("cannot read the weights from " + path + ": " +
-                        (code == kShort || (code == EFAULT && !settled_) ? "the file became shorter while it was read"
-                                                                         : std::strerror(code)));
+      throw DeviceError(reading_failed(path, code, code == kShort || (code == EFAULT && !settled_)));
     }
   } catch (...) {
     close(file_);
@@ -157,6 +161,63 @@ bool Weights::settle(const std::atomic<bool>& stop) noexcept {
   if (at < mapped) munmap(aside + at, mapped - at);  // where copies have left, others may have memory by now
   settled_ = at == mapped;
   return settled_;
+}
+
+WeightsUpdate::WeightsUpdate(ThreadPool& pool, Region& region, const std::string& path, uint64_t file_offset,
+                             uint64_t available)
+    : pool_(pool),
+      region_(region),
+      path_(path),
+      file_offset_(file_offset),
+      file_(open_checked(path, file_offset, region.size())) {
+  if (available < kStagingReserve || region.mapped() > available - kStagingReserve) return;
+  staged_ = reserve();
+  if (staged_ == nullptr) return;
+  try {
+    read(staged_);
+  } catch (...) {
+    munmap(staged_, region_.mapped());
+    close(file_);
+    throw;
+  }
+}
+
+WeightsUpdate::~WeightsUpdate() {
+  if (staged_ != nullptr) munmap(staged_, region_.mapped());
+  close(file_);
+}
+
+std::byte* WeightsUpdate::reserve() const noexcept {
+  const size_t phase = reinterpret_cast<uintptr_t>(region_.base()) % kHugePage;
+  std::byte* reserved = reserve_huge(phase + region_.mapped(), PROT_READ | PROT_WRITE);
+  if (reserved != nullptr && phase != 0) munmap(reserved, phase);
+  return reserved == nullptr ? nullptr : reserved + phase;
+}
+
+void WeightsUpdate::read(std::byte* mapping) {
+  Range range{mapping + (region_.data() - region_.base()), region_.size(), file_, file_offset_};
+  if (const int code = fill(pool_, range); code != 0) {
+    throw DeviceError(reading_failed(path_, code, code == kShort));
+  }
+}
+
+void WeightsUpdate::apply() {
+  std::byte* const base = region_.base();
+  const size_t mapped = region_.mapped();
+  if (staged_ == nullptr) {
+    // New pages in the place of the old ones, which are the system's again: a file's pages stay as they are.
+    constexpr int kFlags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE | MAP_FIXED;
+    if (mmap(base, mapped, PROT_READ | PROT_WRITE, kFlags, -1, 0) == MAP_FAILED) {
+      throw DeviceError(std::string("cannot map memory for region weights: ") + std::strerror(errno));
+    }
+    if (mapped >= kHugePage) madvise(base, mapped, MADV_HUGEPAGE);
+    read(base);
+  } else if (mremap(staged_, mapped, mapped, MREMAP_MAYMOVE | MREMAP_FIXED, base) == MAP_FAILED) {
+    throw DeviceError(std::string("cannot move memory to region weights: ") + std::strerror(errno));
+  } else {
+    staged_ = nullptr;
+  }
+  region_.make_read_only();
 }
 
 }  // namespace tokenspeed::device

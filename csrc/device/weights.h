@@ -42,4 +42,34 @@ class Weights {
   bool settled_ = false;
 };
 
+// Another range of a file, on its way into region weights, which keeps its addresses. The file that the region's old
+// contents came from is never written to, mapped or not.
+class WeightsUpdate {
+ public:
+  // Opens `path`, checks that it holds the range, as many bytes as the region, and reads it into memory of its own if
+  // `available` bytes are enough for both. Throws DeviceError: the region then holds what it held.
+  WeightsUpdate(ThreadPool& pool, Region& region, const std::string& path, uint64_t file_offset,
+                uint64_t available = available_memory());
+  ~WeightsUpdate();
+  WeightsUpdate(const WeightsUpdate&) = delete;
+  WeightsUpdate& operator=(const WeightsUpdate&) = delete;
+
+  bool staged() const noexcept { return staged_ != nullptr; }  // whether the range is in memory
+
+  // Puts the range in the place of the region's contents, which nobody may be reading: what is staged by changing
+  // pages, else by reading the file, with the workers. Throws DeviceError; what the region holds is then unknown.
+  void apply();
+
+ private:
+  std::byte* reserve() const noexcept;  // as large as the region's mapping, with the same place within 2 MiB
+  void read(std::byte* mapping);
+
+  ThreadPool& pool_;
+  Region& region_;
+  std::string path_;
+  uint64_t file_offset_;
+  int file_;
+  std::byte* staged_ = nullptr;  // as large as the region's mapping
+};
+
 }  // namespace tokenspeed::device

@@ -20,22 +20,6 @@ std::string version_text(Backend backend, int version) {
 
 }  // namespace
 
-// A call that works without the lock: close() waits for it, and a sealed device has none.
-class GpuDevice::Loading {
- public:
-  explicit Loading(GpuDevice& device) : device_(device) { ++device_.loading_; }  // with the lock
-  ~Loading() {
-    const std::lock_guard lock(device_.mutex_);
-    --device_.loading_;
-    device_.idle_.notify_all();
-  }
-  Loading(const Loading&) = delete;
-  Loading& operator=(const Loading&) = delete;
-
- private:
-  GpuDevice& device_;
-};
-
 GpuDevice::IoSet::IoSet(const std::shared_ptr<const Context>& context)
     : done(std::make_unique<Event>(context, kEventDisableTiming | kEventBlockingSync)) {}
 

@@ -4,6 +4,7 @@
 #include <array>
 #include <condition_variable>
 #include <cstdint>
+#include <exception>
 #include <limits>
 #include <memory>
 #include <mutex>
@@ -53,6 +54,11 @@ class GpuDevice {
 
   // Allocates region weights and fills it from a file. Throws DeviceError.
   void load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes, const StreamOptions& options);
+  // Replaces the contents of region weights by a range of a file, behind the steps in flight; no step is taken until
+  // this returns. The file is read whole before anything changes, through pinned buffers that are given back. Throws
+  // DeviceError: the weights are then as before, unless the text says that what they hold is unknown; no step runs
+  // before another update has gone well.
+  void update_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes, const StreamOptions& options);
   // Regions kv, arena and state. All are zero but kv, whose pages may hold anything.
   void allocate(RegionKind kind, uint64_t nbytes);
   // Region io on the device, and region host_io: a set of as many bytes for each step that may be in flight, in host
@@ -66,6 +72,15 @@ class GpuDevice {
   std::shared_ptr<Region> host_pages() const;
   // Region host_io, one set after another, each beginning at a multiple of 4096 bytes.
   std::shared_ptr<Region> host_io() const;
+
+  // Copy bytes of a region to the host, or from it, behind the steps in flight. Region host_io is that of all io sets.
+  // Weights are not written. Throws DeviceError.
+  void read(RegionKind kind, uint64_t offset, std::span<std::byte> to);
+  void write(RegionKind kind, uint64_t offset, std::span<const std::byte> from);
+  // Throws DeviceError unless the region has so many bytes at `offset`.
+  void require_range(RegionKind kind, uint64_t offset, uint64_t nbytes) const;
+  // Where the region begins, to the device. Throws DeviceError.
+  Address address(RegionKind kind) const;
 
   // Throws GraphError for the bytes' faults, DeviceError for the caller's.
   void load_binary(const std::string& name, std::span<const std::byte> bytes);
@@ -105,7 +120,25 @@ class GpuDevice {
     Ticket ticket = 0;  // of that step
     bool busy = false;  // whether it is not known to be done
   };
-  class Loading;
+  // A call that works without the lock: close() waits for it, and a sealed device has none of those that load.
+  class Loading {
+   public:
+    explicit Loading(GpuDevice& device) : device_(device) { ++device_.loading_; }  // with the lock
+    ~Loading() {
+      const std::lock_guard lock(device_.mutex_);
+      --device_.loading_;
+      device_.idle_.notify_all();
+    }
+    Loading(const Loading&) = delete;
+    Loading& operator=(const Loading&) = delete;
+
+   private:
+    GpuDevice& device_;
+  };
+  struct Range {
+    Address address;
+    uint64_t size;
+  };
   static constexpr int kNumStepCounts = 8;  // of step_sizes in tokenspeed/step.py
 
   void require_open() const;
@@ -114,6 +147,11 @@ class GpuDevice {
   void count_region(uint64_t nbytes);
   DeviceMemory& make_region(RegionKind kind, uint64_t nbytes);
   void clear(const DeviceMemory& memory);
+  Range range_of(RegionKind kind) const;
+  Range claim(RegionKind kind, uint64_t offset, uint64_t nbytes);
+  template <typename Copy>
+  void copy(RegionKind kind, uint64_t offset, uint64_t nbytes, const Copy& queue);
+  std::exception_ptr replace_weights(const WeightsFile& file, Address to, const StreamOptions& options);
   GpuGraph& graph_of(int graph, const StepSizes& sizes, int io_set);
   void require_free(IoSet& set, int index);
   void write_sizes(const IoSet& set, const StepSizes& sizes);
@@ -144,6 +182,7 @@ class GpuDevice {
   int loading_ = 0, waiting_ = 0;  // calls that work without the lock
   double close_seconds_ = 0, spin_seconds_ = 0;
   bool loading_weights_ = false, pinning_pages_ = false, sealed_ = false, closed_ = false;
+  bool updating_weights_ = false, weights_unknown_ = false;
 };
 
 }  // namespace tokenspeed::device::gpu

@@ -68,13 +68,14 @@ class Transfer {
       if (offset >= file_.size()) break;
       const uint64_t size = std::min(piece_bytes_, file_.size() - offset);
       const size_t slot = turn % 2;
-      if (turn >= 2) context_->check(context_->call().event_synchronize(copied[slot].get()), kCopying);
+      if (turn >= 2 && to_ != 0) context_->check(context_->call().event_synchronize(copied[slot].get()), kCopying);
       std::byte* buffer = buffers.data() + slot * piece_bytes_;
       if (const int code = file_.read(buffer, offset, size); code != 0) {
         read_error_ = code;
         stop_ = true;
         break;
       }
+      if (to_ == 0) continue;
       context_->check(context_->call().copy_to_device(to_ + offset, buffer, size, stream_.get()), kCopying);
       context_->check(context_->call().event_record(copied[slot].get(), stream_.get()), kCopying);
     }

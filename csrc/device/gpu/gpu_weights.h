@@ -23,7 +23,8 @@ class WeightsFile {
   WeightsFile(const WeightsFile&) = delete;
   WeightsFile& operator=(const WeightsFile&) = delete;
 
-  // Returns when the range lies in device memory from `to` on. Throws DeviceError when the file cannot be read.
+  // Returns when the range lies in device memory from `to` on. Throws DeviceError when the file cannot be read. With
+  // `to` 0 it is only read, which says whether it can be, and brings it into the page cache.
   void stream(const std::shared_ptr<const Context>& context, Address to, const StreamOptions& options) const;
 
   // Reads one piece, at most `size` bytes, of the range. 0, an errno, or -1 for a file that ended early.
