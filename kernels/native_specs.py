@@ -52,7 +52,7 @@ _ARGUMENTS: Mapping[str, tuple[ArgumentRule, ...]] = {
         "embedding": "read token_ids, read last_tokens, read table, write out, step num_tokens, int H",
         "rms_norm": "read x, read weight, write out, rows x, int H, float eps",
         "linear": "read x, read weight, write out, rows x, int N, int K",
-        "linear_add": "read x, read weight, read residual, write out, rows x, int N, int K",
+        "linear_add": "read x, read weight, read residual, write out, rows x, int N, int K, int rounded",
         "linear_silu_mul": "read x, read weight, write out, rows x, int F, int K",
         "rope_kv_write": "read qkv, read rope_table, read positions, read slot_mapping, read cu_seqlens, write kv, "
         "write q, step num_tokens, step num_seqs, int num_heads, int num_kv_heads, int head_dim, int page_size, "

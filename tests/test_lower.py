@@ -83,7 +83,7 @@ def test_arguments_of_each_kernel() -> None:
     assert isinstance(attention[6], Pointer) and attention[6].extent == 6 * 4 * 2 * (16 + 16) * 4
     assert attention[7:] == (TOKENS, SEQS, Int(4), Int(2), Int(16), Int(32), Int(stride), Int(3), Int(64), Float(0.25))
     residual = nodes["layers.0.mlp_residual"].args
-    assert residual[2:4] == (padded, stream) and residual[4:] == (TOKENS, Int(48), Int(72))
+    assert residual[2:4] == (padded, stream) and residual[4:] == (TOKENS, Int(48), Int(72), Int(0))
     assert nodes["layers.0.gated"].args[3:] == (TOKENS, Int(72), Int(48))
     assert nodes["logit_rows_hidden"].args[3:] == (ROWS, Int(48))
     assert nodes["logits"].args[1] == table and nodes["logits"].args[3:] == (ROWS, Int(101), Int(48))

@@ -101,7 +101,8 @@ def builder() -> ProgramBuilder:
         ("rms_norm", ("w", "w"), {"eps": 1}, r"need attribute eps to be float, have 1"),
         ("slice_columns", ("w",), {"start": -1, "stop": 2}, r"need attribute start not to be negative, have -1"),
         ("slice_columns", ("w",), {"start": 2, "stop": 5}, r"need columns 2:5 inside x, have float32\[8, 4\]"),
-        ("add", ("w", "wide"), {}, r"need both operands to be float32\[8, 4\], have float32\[8, 6\]"),
+        ("add", ("w", "w"), {"rounded": 2}, "need attribute rounded to be 0 or 1, have 2"),
+        ("add", ("w", "wide"), {"rounded": 0}, r"need both operands to be float32\[8, 4\], have float32\[8, 6\]"),
         ("linear_silu_mul", ("w", "w"), {"features": 4}, r"need 32 interleaved rows of weight for 4 features"),
     ],
 )

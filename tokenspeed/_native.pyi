@@ -414,7 +414,7 @@ class Simulator:
     @property
     def now_ns(self) -> int: ...
 
-KERNEL_ABI: int = 3
+KERNEL_ABI: int = 4
 
 class GraphError(Exception):
     pass

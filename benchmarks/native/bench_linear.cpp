@@ -210,6 +210,7 @@ double seconds_per_call(Crew& crew, const Kernel& k, const Shape& s, int64_t M, 
     if (k.args == 1) args.push_back({.pointer = m.residual});
     args.push_back({.pointer = k.args == 1 ? m.residual : m.out});
     for (int64_t v : {M, k.args == 2 ? s.N / 2 : s.N, s.K}) args.push_back({.i64 = v});
+    if (k.args == 1) args.push_back({.i64 = 0});  // sums that are not rounded
     const double start = now_seconds();
     crew.run([&](int w) {
       k.fn({args.data(), static_cast<uint32_t>(args.size()), w, crew.size(), &next_item,

@@ -2,12 +2,15 @@
 //
 //   linear_<dt>           out[m][n] = acc[m][n]
 //   linear_add_<dt>       out[m][n] = residual[m][n] + acc[m][n]             (out may be residual)
+//                         or, rounded: round(residual[m][n] + round(acc[m][n]))
 //   linear_silu_mul_<dt>  out[m][f] = round(silu(gate[m][f]) * up[m][f])     silu(g) = g / (1 + exp(-g))
 //
-// x is row-major dt[M][K]; acc, residual and out are float32, except that silu_mul's out is dt[M][F]. For bf16,
-// K must be even. The weights are panels of 16 output columns, padded with zeros up to whole panels:
-// float32 [N/16][K][16], bf16 [N/16][K/2][16][2]. For silu_mul, panel 2j holds the gate and panel 2j+1 the up
-// rows 16j .. 16j+15. Exactly M rows of x are read and exactly M x N (M x F) outputs written.
+// Arguments: p x, p w, p residual (linear_add), p out, i M, i N (silu_mul: F), i K, i rounded (linear_add: 0 or 1).
+// x is row-major dt[M][K]; acc, residual and out are float32, except that silu_mul's out is dt[M][F]. round is to the
+// nearest dt, ties to even: of float32 it changes nothing. For bf16, K must be even. The weights are panels of 16
+// output columns, padded with zeros up to whole panels: float32 [N/16][K][16], bf16 [N/16][K/2][16][2]. For silu_mul,
+// panel 2j holds the gate and panel 2j+1 the up rows 16j .. 16j+15. Exactly M rows of x are read and exactly M x N
+// (M x F) outputs written.
 //
 // Bits: each output is one accumulator that takes k (or the pair k, k+1) strictly in order, so they depend on
 // the row and the weights alone: not on M, on the other rows or on the number of workers. Per instruction set:

@@ -36,6 +36,8 @@ struct StoreEpilogue {
   }
 };
 
+// Rounded: the sum is what a framework has that stores the product and then the sum as bfloat16 tensors.
+template <bool Rounded>
 struct AddEpilogue {
   const float* residual;  // may be out: an element is read before it is written, by the same worker
   float* out;
@@ -56,7 +58,12 @@ struct AddEpilogue {
         const int64_t n = (unit.panel + j) * 16;
         const f32x16 before = N - n >= 16 ? load(residual + start + n)
                                           : load_masked(residual + start + n, first_lanes(static_cast<int>(N - n)));
-        store_first(out + start + n, N - n, add(before, load(acc + j * 16)));
+        const f32x16 product = load(acc + j * 16);
+        if constexpr (Rounded) {
+          store_first(out + start + n, N - n, round_to_bf16(add(before, round_to_bf16(product))));
+        } else {
+          store_first(out + start + n, N - n, add(before, product));
+        }
       }
     }
   }

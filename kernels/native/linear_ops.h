@@ -16,7 +16,12 @@ void linear(const Invocation& inv) {
 template <class Projector>
 void linear_add(const Invocation& inv) {
   const int64_t M = inv.i64(4), N = inv.i64(5), K = inv.i64(6);
-  Projector::project(inv, M, panels_for(N), K, AddEpilogue{inv.ptr<const float>(2), inv.ptr<float>(3), N});
+  const float* residual = inv.ptr<const float>(2);
+  float* out = inv.ptr<float>(3);
+  if constexpr (sizeof(typename Projector::Element) == sizeof(bf16)) {
+    if (inv.i64(7) != 0) return Projector::project(inv, M, panels_for(N), K, AddEpilogue<true>{residual, out, N});
+  }
+  Projector::project(inv, M, panels_for(N), K, AddEpilogue<false>{residual, out, N});
 }
 
 template <class Projector>

@@ -33,6 +33,7 @@ from tokenspeed.kernels.triton.common import FEATURES, dot, pdl_wait
 from tokenspeed.kernels.triton.linear_config import Config, choose
 from tokenspeed.kernels.triton.linear_wide import (
     SCRATCH_BYTES,
+    linear_add_rounded_wide,
     linear_add_wide,
     linear_silu_mul_wide,
     linear_wide,
@@ -153,6 +154,9 @@ def _linear(x, weight, residual, out, step_sizes, EPILOGUE: tl.constexpr, WIDTH:
         offsets = rows.to(tl.int64)[:, None] * WIDTH + features[None, :]
         if EPILOGUE == "add":
             acc += tl.load(residual + offsets, mask=mask, other=0.0)
+        elif EPILOGUE == "add_rounded":
+            product = acc.to(x.dtype.element_ty).to(tl.float32)
+            acc = (product + tl.load(residual + offsets, mask=mask, other=0.0)).to(x.dtype.element_ty)
         tl.store(out + offsets, acc.to(out.dtype.element_ty), mask=mask)
 
 
@@ -175,6 +179,16 @@ def linear_add(x, weight, residual, out, step_sizes, N: tl.constexpr, K: tl.cons
 
 
 @triton.jit
+def linear_add_rounded(x, weight, residual, out, step_sizes, N: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+                       BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
+                       SWAPPED: tl.constexpr, PREFETCH: tl.constexpr, LANES: tl.constexpr,
+                       PDL: tl.constexpr):  # fmt: skip
+    """linear_add that rounds the product and the sum to x's type: what a framework has that stores both as tensors."""
+    _linear(x, weight, residual, out, step_sizes, "add_rounded", N, N, K, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            SWAPPED, PREFETCH, LANES, PDL)  # fmt: skip
+
+
+@triton.jit
 def linear_silu_mul(x, weight, out, step_sizes, F: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
                     ROWS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                     GROUP_M: tl.constexpr, SWAPPED: tl.constexpr, PREFETCH: tl.constexpr, LANES: tl.constexpr,
@@ -188,13 +202,19 @@ def linear_silu_mul(x, weight, out, step_sizes, F: tl.constexpr, N: tl.constexpr
             PREFETCH, LANES, PDL)  # fmt: skip
 
 
-_FUNCTIONS = {"linear": linear, "linear_add": linear_add, "linear_silu_mul": linear_silu_mul}
-_WIDE = {"linear": linear_wide, "linear_add": linear_add_wide, "linear_silu_mul": linear_silu_mul_wide}
+_FUNCTIONS = {
+    "linear": (linear, linear_wide),
+    "linear_add": (linear_add, linear_add_wide),
+    "linear_add_rounded": (linear_add_rounded, linear_add_rounded_wide),
+    "linear_silu_mul": (linear_silu_mul, linear_silu_mul_wide),
+}
+"""The tiles and the wide kernel of each op, and of ``linear_add`` where its attribute ``rounded`` is set."""
+OPS = ("linear", "linear_add", "linear_silu_mul")
 
 
 def specs() -> Iterator[KernelSpec]:
     """One kernel per op and dtype; its tile shape is chosen by request, and does not change a row's bits."""
-    for op in _FUNCTIONS:
+    for op in OPS:
         for dtype, element in DTYPES_TRITON.items():
             yield KernelSpec(
                 op=op,
@@ -233,7 +253,7 @@ def stages(request: Request, config: Config) -> tuple[Stage, ...]:
     return (
         device_stage(
             module=f"{__name__}_wide" if wide else __name__,
-            function=(_WIDE if wide else _FUNCTIONS)[op],
+            function=_FUNCTIONS[f"{op}_rounded" if sizes.get("rounded") else op][wide],
             arguments=f"read x, read weight, {'read residual, ' if residual else ''}write out, sizes step_sizes",
             types=f"{pointer}, {pointer}, {'*fp32, ' if residual else ''}{pointer if gated else '*fp32'}, *i32",
             constants={

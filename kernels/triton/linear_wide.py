@@ -148,11 +148,10 @@ def _write_swapped(acc, residual, out, first_row, part, num_rows, EPILOGUE: gl.c
         values = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, (ROWS, FEATURES // 2))
         narrow: gl.constexpr = gl.BlockedLayout([1, held // 2], [32 // lanes, lanes], [4, 1], [1, 0])
         values = gl.convert_layout(values, narrow)
-        _write_part(values, residual, out, first_row, part * (FEATURES // 2), num_rows, False, WIDTH, ROWS,
+        _write_part(values, residual, out, first_row, part * (FEATURES // 2), num_rows, "none", WIDTH, ROWS,
                     FEATURES // 2)  # fmt: skip
     else:
-        _write_part(values, residual, out, first_row, part * FEATURES, num_rows, EPILOGUE == "add", WIDTH, ROWS,
-                    FEATURES)  # fmt: skip
+        _write_part(values, residual, out, first_row, part * FEATURES, num_rows, EPILOGUE, WIDTH, ROWS, FEATURES)
 
 
 @gluon.jit
@@ -165,9 +164,9 @@ def _write(acc, residual, out, first_row, tile_n, num_rows, EPILOGUE: gl.constex
         gated = gl.reshape(gate / (1.0 + gl.exp(-gate)) * up, (ROWS, BLOCK_N // 2))
         half: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N // 2, 16])
         gated = gl.convert_layout(gated, half, assert_trivial=True)
-        _write_part(gated, residual, out, first_row, tile_n * (BLOCK_N // 2), num_rows, False, WIDTH, ROWS,
+        _write_part(gated, residual, out, first_row, tile_n * (BLOCK_N // 2), num_rows, "none", WIDTH, ROWS,
                     BLOCK_N // 2)  # fmt: skip
-    elif EPILOGUE == "add" and BLOCK_N >= 64:
+    elif EPILOGUE != "none" and BLOCK_N >= 64:
         # In quarters: what is read of the residual takes a quarter of the sums' registers.
         quarter: gl.constexpr = BLOCK_N // 4
         low, high = gl.split(gl.permute(gl.reshape(acc, (ROWS, 2, BLOCK_N // 2)), (0, 2, 1)))
@@ -176,27 +175,30 @@ def _write(acc, residual, out, first_row, tile_n, num_rows, EPILOGUE: gl.constex
         layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, quarter, 16])
         at = tile_n * BLOCK_N
         _write_part(gl.convert_layout(first, layout, assert_trivial=True), residual, out, first_row, at, num_rows,
-                    True, WIDTH, ROWS, quarter)  # fmt: skip
+                    EPILOGUE, WIDTH, ROWS, quarter)  # fmt: skip
         _write_part(gl.convert_layout(second, layout, assert_trivial=True), residual, out, first_row, at + quarter,
-                    num_rows, True, WIDTH, ROWS, quarter)  # fmt: skip
+                    num_rows, EPILOGUE, WIDTH, ROWS, quarter)  # fmt: skip
         _write_part(gl.convert_layout(third, layout, assert_trivial=True), residual, out, first_row,
-                    at + 2 * quarter, num_rows, True, WIDTH, ROWS, quarter)  # fmt: skip
+                    at + 2 * quarter, num_rows, EPILOGUE, WIDTH, ROWS, quarter)  # fmt: skip
         _write_part(gl.convert_layout(fourth, layout, assert_trivial=True), residual, out, first_row,
-                    at + 3 * quarter, num_rows, True, WIDTH, ROWS, quarter)  # fmt: skip
+                    at + 3 * quarter, num_rows, EPILOGUE, WIDTH, ROWS, quarter)  # fmt: skip
     else:
-        _write_part(acc, residual, out, first_row, tile_n * BLOCK_N, num_rows, EPILOGUE == "add", WIDTH, ROWS, BLOCK_N)
+        _write_part(acc, residual, out, first_row, tile_n * BLOCK_N, num_rows, EPILOGUE, WIDTH, ROWS, BLOCK_N)
 
 
 @gluon.jit
-def _write_part(values, residual, out, first_row, first_column, num_rows, ADD: gl.constexpr, WIDTH: gl.constexpr,
+def _write_part(values, residual, out, first_row, first_column, num_rows, EPILOGUE: gl.constexpr, WIDTH: gl.constexpr,
                 ROWS: gl.constexpr, COLUMNS: gl.constexpr):  # fmt: skip
     layout: gl.constexpr = values.type.layout
     rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     columns = first_column + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
     mask = (rows < num_rows)[:, None] & (columns < WIDTH)[None, :]
     offsets = rows.to(gl.int64)[:, None] * WIDTH + columns[None, :]
-    if ADD:
+    if EPILOGUE == "add":
         values += gl.load(residual + offsets, mask=mask, other=0.0)
+    elif EPILOGUE == "add_rounded":
+        product = values.to(gl.bfloat16).to(gl.float32)
+        values = (product + gl.load(residual + offsets, mask=mask, other=0.0)).to(gl.bfloat16)
     gl.store(out + offsets, values.to(out.dtype.element_ty), mask=mask)
 
 
@@ -255,6 +257,16 @@ def linear_add_wide(x, weight, residual, out, step_sizes, N: gl.constexpr, K: gl
     """out[M, N] (float32) = residual[M, N] + x[M, K] @ weight[N, K]^T; out may be residual itself."""
     _linear(x, weight, residual, out, step_sizes, "add", N, N, K, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M, STAGES,
             SWAPPED, CONSUMERS, EARLY, PDL)  # fmt: skip
+
+
+@gluon.jit
+def linear_add_rounded_wide(x, weight, residual, out, step_sizes, N: gl.constexpr, K: gl.constexpr, ROWS: gl.constexpr,
+                            BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr, GROUP_M: gl.constexpr,
+                            STAGES: gl.constexpr, SWAPPED: gl.constexpr, CONSUMERS: gl.constexpr, EARLY: gl.constexpr,
+                            PDL: gl.constexpr):  # fmt: skip
+    """linear_add_wide that rounds the product and the sum to bfloat16."""
+    _linear(x, weight, residual, out, step_sizes, "add_rounded", N, N, K, ROWS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP_M,
+            STAGES, SWAPPED, CONSUMERS, EARLY, PDL)  # fmt: skip
 
 
 @gluon.jit

@@ -114,13 +114,14 @@ struct Problem {
   std::vector<float> x;         // [M][K]
   std::vector<float> w;         // [N][K], for SiluMul [2N][K]: gate rows, then up rows
   std::vector<float> residual;  // [M][N]
+  bool rounded = false;         // Add: the product and the sum are rounded
 
   int64_t element_bytes() const { return bf16 ? 2 : 4; }
   int64_t out_bytes() const { return M * N * (op == Op::SiluMul ? element_bytes() : 4); }
 };
 
 inline Problem random_problem(Op op, bool bf16, int64_t M, int64_t N, int64_t K, unsigned seed) {
-  Problem p{op, bf16, M, N, K, {}, {}, {}};
+  Problem p{op, bf16, M, N, K, {}, {}, {}, false};
   std::mt19937 random(seed);
   std::normal_distribution<float> normal;
   const auto fill = [&](std::vector<float>& v, int64_t count, bool rounded) {
@@ -183,6 +184,7 @@ class Operands {
     if (p.op == Op::Add) args.push_back({.pointer = before});
     args.push_back({.pointer = out.as<std::byte>()});
     for (int64_t v : {count, p.N, p.K}) args.push_back({.i64 = v});
+    if (p.op == Op::Add) args.push_back({.i64 = p.rounded});
     call(k.fn, args, workers);
     CHECK(out.intact() && residual.intact() && x_.intact() && w_.intact());
     return {out.as<std::byte>(), out.as<std::byte>() + out.size()};

@@ -67,6 +67,35 @@ TEST(residual_may_be_the_output) {
   }
 }
 
+// What a framework that stores bfloat16 tensors makes of the same accumulators: round(residual + round(product)).
+TEST(rounded_sums_are_the_rounded_product_added_and_rounded) {
+  for (const LinearKernel& k : runnable_kernels()) {
+    if (k.op != Op::Add) continue;
+    for (int64_t M : {1, 5, 40, 101}) {
+      Problem p = random_problem(k.op, k.bf16, M, 83, 66, static_cast<unsigned>(M));
+      std::vector<float> residual = p.residual;
+      std::fill(p.residual.begin(), p.residual.end(), 0.0f);
+      const std::vector<std::byte> products = Operands(p).run(k);
+      p.residual = residual;
+      p.rounded = true;
+      Operands operands(p);
+      const std::vector<std::byte> have = operands.run(k);
+      CHECK(operands.run(k, 2, true) == have);
+      int64_t wrong = 0;
+      for (size_t i = 0; i < residual.size(); ++i) {
+        float product, sum;
+        std::memcpy(&product, products.data() + 4 * i, 4);
+        std::memcpy(&sum, have.data() + 4 * i, 4);
+        const float want = k.bf16 ? from_bf16(to_bf16(residual[i] + from_bf16(to_bf16(product)))) : residual[i] + product;
+        wrong += std::memcmp(&sum, &want, 4) != 0;
+      }
+      CHECK(wrong == 0);
+      p.rounded = false;
+      CHECK((Operands(p).run(k) == have) == !k.bf16);
+    }
+  }
+}
+
 // Row by row, each a step of its own, against steps of M rows by one to four workers.
 void check_invariance(const LinearKernel& k, int64_t most_rows, int64_t N, int64_t K, int64_t first_M, int64_t by) {
   const Problem p = random_problem(k.op, k.bf16, most_rows, N, K, 11);

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def operands(op: str, m: int, n: int, k: int, dtype: Any, seed: int = 0) -> dict
         "weight": (rng.standard_normal((rows, k)) / k**0.5).astype(dtype),
         "out": np.full((m, n), POISON, dtype if op == "linear_silu_mul" else np.float32),
     }
-    if op == "linear_add":
+    if op.startswith("linear_add"):
         arrays["residual"] = rng.standard_normal((m, n)).astype(np.float32)
     return arrays
 
@@ -102,6 +103,15 @@ def test_rows_beyond_the_step_are_neither_read_nor_written(op: str, config: Conf
     assert_close(op, out[:real], expected(op, {name: array[:real] if name != "weight" else array
                                                for name, array in arrays.items()}))  # fmt: skip
     assert (out[real:].astype(np.float32) == POISON).all()
+
+
+@pytest.mark.parametrize("config", [STRAIGHT, SWAPPED], ids=str)
+def test_rounded_sums_are_the_rounded_product_added_and_rounded(config: Config) -> None:
+    arrays = operands("linear_add_rounded", 37, 71, 80, BF16)
+    plain = {"x": arrays["x"], "weight": arrays["weight"], "out": arrays["out"].copy()}
+    product = launch("linear", plain, 37, config)  # the same sums, in the same order
+    expected = (arrays["residual"] + product.astype(BF16).astype(np.float32)).astype(BF16).astype(np.float32)
+    np.testing.assert_array_equal(launch("linear_add_rounded", arrays, 37, config), expected)
 
 
 @triton.jit
@@ -204,11 +214,11 @@ def test_tables_say_where_they_come_from(path: Path) -> None:
 # --- what the registry gets -------------------------------------------------------------------------
 
 
-def stage(op: str, target: Target, m: int, n: int, k: int, dtype: str = "bfloat16") -> Stage:
-    """The launch of ``op``; ``n`` counts rows of W."""
+def stage(op: str, target: Target, m: int, n: int, k: int, dtype: str = "bfloat16", **sizes: int) -> Stage:
+    """The launch of ``op``; ``n`` counts rows of W, ``sizes`` are more of the request's."""
     (spec,) = (s for s in linear.specs() if s.op == op and dtype in s.dtypes)
     features = {"F": n // 2} if op == "linear_silu_mul" else {"N": n}
-    (only,) = spec.stages(Request(op, target, dtype, {**features, "K": k, "M": m, "rows": 0}))
+    (only,) = spec.stages(Request(op, target, dtype, {**features, "K": k, "M": m, "rows": 0, **sizes}))
     return only
 
 
@@ -224,6 +234,15 @@ def test_stages_name_their_operands() -> None:
     assert gated.kernel is not None and not gated.programmatic
     assert dict(gated.kernel.constants)["F"] == 14336 and dict(gated.kernel.signature)["out"] == "*bf16"
     assert not dict(gated.kernel.constants)["PREFETCH"]
+
+
+def test_a_sum_that_is_rounded_has_a_kernel_of_its_own() -> None:
+    for target, many in ((HOPPER, 8192), (Target.parse("hip:gfx942"), 64)):
+        for m in (1, many):
+            fused, rounded = (stage("linear_add", target, m, 4096, 14336, rounded=r) for r in (0, 1))
+            assert fused == stage("linear_add", target, m, 4096, 14336) and fused.kernel and rounded.kernel
+            assert rounded.symbol == fused.symbol.replace("linear_add", "linear_add_rounded") != fused.symbol
+            assert rounded.kernel == replace(fused.kernel, function=rounded.symbol) and rounded.grid == fused.grid
 
 
 @pytest.fixture

@@ -36,15 +36,17 @@ from tokenspeed.kernels.triton_specs import triton_registry
 from tokenspeed.target import GPU_TARGETS, Target
 
 HOPPER = Target.parse("cuda:sm_90a")
-OPS = ("linear", "linear_add", "linear_silu_mul")
+OPS = ("linear", "linear_add", "linear_add_rounded", "linear_silu_mul")
+"""Of these ``linear_add_rounded`` is linear_add with its attribute ``rounded``."""
 FEW = Config(8, 64, 128, 4, 8, swapped=True, kind="wide", early=False)
 SMALL = Config(64, 64, 64, 4, 2, swapped=False, kind="wide")
 TILE = Config(64, 64, 64, 4, 2, swapped=False)
 
 
 def kernel_of(op: str, config: Config, n: int = 4096, k: int = 4096) -> DeviceKernel:
-    sizes = {"N": n, "F": n // 2, "K": k, "rows": 0, "M": 4096}
-    (stage,) = linear.stages(Request(op, HOPPER, "bfloat16", sizes), config)
+    kind = op.removesuffix("_rounded")
+    sizes = {"N": n, "F": n // 2, "K": k, "rows": 0, "M": 4096, "rounded": int(kind != op)}
+    (stage,) = linear.stages(Request(kind, HOPPER, "bfloat16", sizes), config)
     assert stage.kernel is not None
     assert stage.scratch_bytes == linear_wide.SCRATCH_BYTES * prod(stage.grid) > 0
     return stage.kernel

@@ -138,7 +138,12 @@ def _linear(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]
 
 
 def _linear_add(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]:
-    return (operands[2] + operands[0] @ operands[1].T,)
+    return (_sum(at, op, operands[2], operands[0] @ operands[1].T),)
+
+
+def _sum(at: Interpreter, op: Op, a: Array, b: Array) -> Array:
+    """a + b; if the op rounds, as tensors of the program dtype would have it."""
+    return at.round(a + at.round(b)) if op.attrs.integer("rounded") else a + b
 
 
 def _linear_silu_mul(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]:
@@ -230,7 +235,7 @@ def _silu_mul(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ..
 
 
 def _add(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]:
-    return (operands[0] + operands[1],)
+    return (_sum(at, op, *operands),)
 
 
 def _gather_rows(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]:

@@ -114,6 +114,10 @@ class Call:
         data = np.ascontiguousarray(array.astype(kind)).reshape(-1).view(np.uint8)
         self._bytes(name, data.nbytes, Access.WRITE)[:] = data
 
+    def round(self, array: Array) -> Array:
+        """float32, rounded to the kernel's dtype."""
+        return array.astype(self.dtype).astype(np.float32)
+
     def write_row(self, name: str, index: int, row: Any) -> None:
         """One row of a result: an array, or a numpy scalar where the result has one dimension."""
         data = np.atleast_1d(row).view(np.uint8)
@@ -144,10 +148,11 @@ class GraphInterpreter:
         Raises ProgramError for an unknown symbol, an access beyond an extent, or an order that breaks an edge.
         """
         step = dict(zip(STEP_SCALARS, (num_tokens, num_seqs, num_logit_rows), strict=True))
+        specs = {spec.symbol: spec for spec in self.registry.specs}
         done: set[int] = set()
         for index in range(len(graph.nodes)) if order is None else order:
             node = graph.nodes[index]
-            spec = self.registry.by_symbol.get(node.symbol)
+            spec = specs.get(node.symbol)
             if spec is None or not done.issuperset(node.predecessors):
                 need = "a known symbol" if spec is None else "its predecessors to have run"
                 raise ProgramError(f"node {node.name!r} ({node.symbol}): need {need}")
@@ -193,7 +198,11 @@ def _linear(call: Call) -> None:
 
 def _linear_add(call: Call) -> None:
     residual = call.read("residual", (call.rows, call.integer("N")))
-    call.write("out", residual + _project(call, call.integer("N")))
+    product = _project(call, call.integer("N"))
+    if call.integer("rounded"):
+        call.write("out", call.round(residual + call.round(product)))
+    else:
+        call.write("out", residual + product)
 
 
 def _linear_silu_mul(call: Call) -> None:

@@ -192,6 +192,11 @@ def _mul(g: _Graph, op: Op) -> None:
 
 
 def _add(g: _Graph, op: Op) -> None:
+    if op.attrs.integer("rounded"):
+        raise ProgramError(
+            f"op {op.name!r} (add): need a sum in float32, which is what is exported, have one that is rounded",
+            hint="export the Program of --layer-boundary-norm fused",
+        )
     g.node("Add", op.outputs[0], g.operand(op, "a"), g.operand(op, "b"))
 
 

@@ -133,6 +133,10 @@ def _width(dim: Dim, what: str) -> int:
     return dim
 
 
+def _flag(attrs: Attrs, name: str) -> None:
+    _need(attrs.integer(name) in (0, 1), f"attribute {name} to be 0 or 1", attrs[name])
+
+
 def _kv(value: TensorType, num_kv_heads: int, head_dim: int, dtype: str) -> None:
     shape = value.shape
     fits = len(shape) == 5 and shape[1:3] == (2, num_kv_heads) and shape[4] == head_dim and value.dtype == dtype
@@ -169,6 +173,7 @@ def _linear(types: Sequence[TensorType], attrs: Attrs, dtype: str) -> tuple[Tens
 def _linear_add(types: Sequence[TensorType], attrs: Attrs, dtype: str) -> tuple[TensorType, ...]:
     rows, features = _projection(types[0], types[1], dtype)
     _exactly(types[2], "residual", "float32", rows, features)
+    _flag(attrs, "rounded")
     return (types[2],)
 
 
@@ -250,6 +255,7 @@ def _same_matrices(types: Sequence[TensorType]) -> TensorType:
 
 
 def _add(types: Sequence[TensorType], attrs: Attrs, dtype: str) -> tuple[TensorType, ...]:
+    _flag(attrs, "rounded")
     return (_same_matrices(types),)
 
 
@@ -325,7 +331,9 @@ _TABLE = (
     OpSchema("rms_norm", ("x", "weight"), ("out",), _rms_norm,
              "x / sqrt(mean(x^2) + eps) * weight, in float32, then rounded to the program dtype", {"eps": float}),
     OpSchema("linear", ("x", "weight"), ("out",), _linear, "x @ weight.T, accumulated in float32"),
-    OpSchema("linear_add", ("x", "weight", "residual"), ("out",), _linear_add, "residual + x @ weight.T"),
+    OpSchema("linear_add", ("x", "weight", "residual"), ("out",), _linear_add,
+             "residual + x @ weight.T; rounded (1): the product and the sum are rounded to the program dtype",
+             {"rounded": int}),
     OpSchema("linear_silu_mul", ("x", "weight"), ("out",), _linear_silu_mul,
              "silu(x @ gate.T) * (x @ up.T), where weight interleaves gate and up in panels of 16 rows",
              {"features": int}),
@@ -344,7 +352,8 @@ _TABLE = (
     OpSchema("mul", ("a", "b"), ("out",), _rounded_product, "a * b, rounded to the program dtype"),
     OpSchema("silu_mul", ("gate", "up"), ("out",), _rounded_product,
              "silu(gate) * up in float32, then rounded to the program dtype"),
-    OpSchema("add", ("a", "b"), ("out",), _add, "a + b, in float32"),
+    OpSchema("add", ("a", "b"), ("out",), _add,
+             "a + b, in float32; rounded (1): b and the sum are rounded to the program dtype", {"rounded": int}),
     OpSchema("gather_rows", ("x", "logit_rows"), ("out",), _gather_rows, "x[logit_rows]"),
     OpSchema("adjust_logits", ("logits", "token_ids", "last_tokens", "positions", "cu_seqlens", *ADJUST_OPERANDS,
                                "token_masks", "token_counts"),

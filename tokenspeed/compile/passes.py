@@ -189,17 +189,18 @@ def _interleaved(program: Program, gate: str, up: str) -> Value:
 
 
 def fuse_residual_add(program: Program) -> Program:
-    """add(residual, projection), in either order, becomes linear_add."""
+    """add(residual, projection), in either order, becomes linear_add; a rounded sum rounds its second operand, so there
+    that is the projection."""
     match = _Matcher(program)
     replaced: dict[str, list[Op]] = {}
     for op in program.ops:
         if op.kind != "add":
             continue
-        for residual, projected in (op.inputs, op.inputs[::-1]):
+        for residual, projected in (op.inputs, op.inputs[::-1])[: 1 if op.attrs.integer("rounded") else 2]:
             linear = match.private(projected, "linear")
             if linear is not None:
                 replaced[linear.name] = []
-                replaced[op.name] = [Op("linear_add", op.name, (*linear.inputs, residual), op.outputs)]
+                replaced[op.name] = [Op("linear_add", op.name, (*linear.inputs, residual), op.outputs, op.attrs)]
                 break
     return program.with_ops(_substitute(program, replaced))
 

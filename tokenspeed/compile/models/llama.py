@@ -29,7 +29,8 @@ def build_llama(
     """The model-level Program of a Llama-family checkpoint.
 
     ``dtype`` is the program dtype; ``max_model_len`` counts the positions of the longest sequence: rows of the
-    rope table, and of page tables in pages of ``page_size``. Without ``penalties`` no tokens are counted.
+    rope table, and of page tables in pages of ``page_size``. Without ``penalties`` no tokens are counted. A sum that
+    ``orders`` has rounded to float32 is rounded already.
     """
     _refuse_sliding_window(config, max_model_len)
     b = ProgramBuilder(config.architecture, _metadata(config, dtype, max_model_len, page_size))
@@ -38,12 +39,13 @@ def build_llama(
     b.state("token_counts", "int32", ("num_slots" if penalties else 1, config.vocab_size))
     b.weight("rope_table", (max_model_len, config.head_dim), "float32", _rope_source(config))
     embed = b.weight(EMBEDDING, (config.vocab_size, config.hidden_size))
+    rounded = int(orders.layer_boundary_norm == "unfused" and dtype != "float32")
     h = b.op("embedding", "embedding", "token_ids", "last_tokens", embed)
     for layer in range(config.num_layers):
-        h = _attention(b, config, layer, page_size, h)
+        h = _attention(b, config, layer, page_size, h, rounded)
         if layer == config.num_layers - 1:
             h = b.op("gather_rows", "logit_rows_hidden", h, "logit_rows")
-        h = _mlp(b, config, layer, h)
+        h = _mlp(b, config, layer, h, rounded)
     h = _norm(b, config, "model.norm", "final_norm", h)
     lm_head = embed
     if not config.tie_word_embeddings:
@@ -58,7 +60,7 @@ def build_llama(
     return b.finish(outputs)
 
 
-def _attention(b: ProgramBuilder, config: ModelConfig, layer: int, page_size: int, h: str) -> str:
+def _attention(b: ProgramBuilder, config: ModelConfig, layer: int, page_size: int, h: str, rounded: int) -> str:
     """h + o_proj(attention(norm(h)))"""
     path, at = f"model.layers.{layer}", f"layers.{layer}"
     heads, kv_heads, head_dim = config.num_heads, config.num_kv_heads, config.head_dim
@@ -73,10 +75,10 @@ def _attention(b: ProgramBuilder, config: ModelConfig, layer: int, page_size: in
     a = b.op("paged_attention", f"{at}.attention", q, kv, "cu_seqlens", "context_lens", "page_table",
              num_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, scale=head_dim**-0.5)  # fmt: skip
     o = _linear(b, f"{path}.self_attn.o_proj", f"{at}.o", a, heads * head_dim, config.hidden_size)
-    return b.op("add", f"{at}.attention_residual", h, o)
+    return b.op("add", f"{at}.attention_residual", h, o, rounded=rounded)
 
 
-def _mlp(b: ProgramBuilder, config: ModelConfig, layer: int, h: str) -> str:
+def _mlp(b: ProgramBuilder, config: ModelConfig, layer: int, h: str, rounded: int) -> str:
     """h + down_proj(silu(gate_proj(norm(h))) * up_proj(norm(h)))"""
     path, at = f"model.layers.{layer}", f"layers.{layer}"
     x = _norm(b, config, f"{path}.post_attention_layernorm", f"{at}.mlp_norm", h)
@@ -84,7 +86,7 @@ def _mlp(b: ProgramBuilder, config: ModelConfig, layer: int, h: str) -> str:
     up = _linear(b, f"{path}.mlp.up_proj", f"{at}.up", x, config.hidden_size, config.intermediate_size)
     gated = b.op("mul", f"{at}.gated", b.op("silu", f"{at}.gate_silu", gate), up)
     down = _linear(b, f"{path}.mlp.down_proj", f"{at}.down", gated, config.intermediate_size, config.hidden_size)
-    return b.op("add", f"{at}.mlp_residual", h, down)
+    return b.op("add", f"{at}.mlp_residual", h, down, rounded=rounded)
 
 
 def _norm(b: ProgramBuilder, config: ModelConfig, path: str, name: str, x: str) -> str:
