@@ -174,6 +174,10 @@ class Executor:
         assert bucket is not None, f"no bucket holds {step.num_tokens} tokens of {step.num_seqs} sequences"
         return bucket
 
+    def graph_of(self, bucket: Bucket) -> int:
+        """The LaunchGraph of a bucket."""
+        return self._graphs[bucket]
+
     def graph_for(self, step: Step) -> int:
         """The LaunchGraph of ``bucket_for(step)``."""
         tokens = step.num_tokens

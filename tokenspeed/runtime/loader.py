@@ -43,7 +43,8 @@ class LoadOptions:
     settle in memory of their own: ``settle`` waits for that, otherwise it goes on beside the first requests, which
     makes ready sooner and the first second slower. ``opened`` is set once the artifact is open: from then on loading
     waits for the device more than for the interpreter, which others may use. With ``measure`` a GPU's
-    ceilings are loaded too, and the GPU times its steps itself, which serving does without."""
+    ceilings are loaded too, and the GPU times its steps itself, which serving does without. With ``seal`` false the
+    device takes further graphs, which the invariance harness loads: nothing that serves does so."""
 
     target: Target | None = None
     device: int | None = None
@@ -54,6 +55,7 @@ class LoadOptions:
     pin: bool = False
     settle: bool = True
     measure: bool = False
+    seal: bool = True
     opened: threading.Event = field(default_factory=threading.Event)
 
 
@@ -217,7 +219,8 @@ class _Preparation:
             work.result()
         if options.measure:
             self.place.time_steps(self.device)
-        self.device.seal()
+        if options.seal:
+            self.device.seal()
         self._trace_driver()
 
     def _trace_driver(self) -> None:
