@@ -68,7 +68,7 @@ _ARGUMENTS: Mapping[str, tuple[ArgumentRule, ...]] = {
         "sample": "read logits, read adjusted, read logit_target, read temperature, read top_p, read min_p, "
         "read top_k, read seed, read draw_position, read num_logprobs, read state_slot, read adjustment, "
         "write last_tokens, write out_token, write out_logprob, write out_rank, write out_top_ids, "
-        "write out_top_logprobs, step num_logit_rows, int V",
+        "write out_top_logprobs, step num_logit_rows, int V, int logprob_shards",
     }.items()
 }
 

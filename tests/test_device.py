@@ -317,7 +317,7 @@ VOCAB = 1000
 SAMPLE_INPUTS = tuple(t for t in INPUTS if t.shape == ("R",) and t.name != "logit_rows")
 
 
-def sample_device(rows: int) -> tuple[Any, int, dict[str, Any]]:
+def sample_device(rows: int, shards: int) -> tuple[Any, int, dict[str, Any]]:
     """A device with one sample node; its tensors by name, as arrays over the regions."""
     sizes = {"T": rows, "S": rows, "P": 1, "R": rows, "V": VOCAB, "C": 1}
     inputs, io_bytes = place((*SAMPLE_INPUTS, *OUTPUTS), sizes)
@@ -331,7 +331,8 @@ def sample_device(rows: int) -> tuple[Any, int, dict[str, Any]]:
     at["last_tokens"] = Pointer(Region.STATE, state[0].offset, state[0].nbytes, RW)
     order = (*(t.name for t in SAMPLE_INPUTS), "last_tokens", *(t.name for t in OUTPUTS))
     logits, adjusted = (Pointer(Region.ARENA, i * rows * VOCAB * 4, rows * VOCAB * 4, R) for i in range(2))
-    args: tuple[Argument, ...] = (logits, adjusted, *(at[name] for name in order), StepScalar(2), Int(VOCAB))
+    numbers = (StepScalar(2), Int(VOCAB), Int(shards))
+    args: tuple[Argument, ...] = (logits, adjusted, *(at[name] for name in order), *numbers)
     graph = device.load_graph(LaunchGraph((Node("sample", f"sample_{ISA}", args),)).encode(), 0)
     arrays = {
         t.name: np.frombuffer(device.view(str(region)), t.dtype, int(np.prod(t.shape)), t.offset).reshape(t.shape)
@@ -342,9 +343,10 @@ def sample_device(rows: int) -> tuple[Any, int, dict[str, Any]]:
     return device, graph, arrays
 
 
-def test_sample_agrees_with_the_reference() -> None:
+@pytest.mark.parametrize("shards", [1, 8])
+def test_sample_agrees_with_the_reference(shards: int) -> None:
     rows = 256
-    device, graph, arrays = sample_device(rows)
+    device, graph, arrays = sample_device(rows, shards)
     rng = np.random.default_rng(7)
     arrays["logits"][:] = rng.normal(size=(rows, VOCAB)) * rng.choice([0.5, 2, 6], size=(rows, 1))
     arrays["logits"][::3] = np.round(arrays["logits"][::3] * 2) / 2  # exact ties
@@ -367,7 +369,7 @@ def test_sample_agrees_with_the_reference() -> None:
 
     per_row = {name: arrays[name] for name in arrays if name not in ("logits", "adjusted")}
     token, logprob, rank, top_ids, top_logprobs, last = sampler.sample_rows(
-        arrays["logits"], arrays["adjusted"], per_row, last_tokens
+        arrays["logits"], arrays["adjusted"], per_row, last_tokens, shards
     )
     np.testing.assert_array_equal(arrays["out_token"], token)
     np.testing.assert_array_equal(arrays["out_rank"], rank)

@@ -95,7 +95,7 @@ def test_arguments_of_each_kernel() -> None:
     assert sample[12] == Pointer(Region.STATE, 0, 4 * LIMITS.max_num_seqs, Access.WRITE)
     outputs = {"out_token": 64, "out_logprob": 64, "out_rank": 64, "out_top_ids": 1280, "out_top_logprobs": 1280}
     assert sample[13:18] == tuple(Pointer(Region.IO, io[name], n, Access.WRITE) for name, n in outputs.items())
-    assert sample[18:] == (ROWS, Int(101))
+    assert sample[18:] == (ROWS, Int(101), Int(1))
 
 
 def test_a_bucket_touches_the_front_of_what_the_largest_touches() -> None:

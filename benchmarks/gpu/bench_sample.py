@@ -121,7 +121,7 @@ def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
 def sample_memory(kind: str, rows: int, vocab: int, asked: Mapping[str, Any]) -> dict[str, Any]:
     """Operands and results of the op for rows that all ask for the same."""
     (spec,) = sample.specs()
-    words = spec.workspace_bytes({"V": vocab, "num_logit_rows": rows}) // 4
+    words = spec.workspace_bytes({"V": vocab, "num_logit_rows": rows, "logprob_shards": 1}) // 4
     memory: dict[str, Any] = {
         name: torch.full((rows,), default if name == "adjustment" else asked.get(name, default), dtype=dtype,
                          device="cuda")
@@ -150,7 +150,7 @@ def sample_memory(kind: str, rows: int, vocab: int, asked: Mapping[str, Any]) ->
 def call_sample(memory: Mapping[str, Any]) -> Callable[[], None]:
     (spec,) = sample.specs()
     rows, vocab = memory["logits"].shape
-    stages = spec.stages(Request("sample", HOPPER, "bfloat16", {"V": vocab, "num_logit_rows": rows}))
+    stages = spec.stages(Request("sample", HOPPER, "bfloat16", {"V": vocab, "num_logit_rows": rows, "logprob_shards": 1}))
 
     def call() -> None:
         for stage in stages:
@@ -262,7 +262,7 @@ def bench_stages() -> list[dict[str, Any]]:
         for rows in (1, 256):
             memory = sample_memory("flat", rows, 128256, VARIANTS[name])
             call_sample(memory)()
-            stages = spec.stages(Request("sample", HOPPER, "bfloat16", {"V": 128256, "num_logit_rows": rows}))
+            stages = spec.stages(Request("sample", HOPPER, "bfloat16", {"V": 128256, "num_logit_rows": rows, "logprob_shards": 1}))
             times = {s.name: microseconds(lambda s=s, memory=memory: launch(s, memory), 50) for s in stages}
             results.append({"asked": name, "rows": rows, **times})
             columns = ", ".join(f"{stage} {time:.2f}" for stage, time in times.items())

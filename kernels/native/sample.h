@@ -18,6 +18,7 @@
 //   p out_rank        i32[R]: its rank from 1, always written
 //   p out_top_ids     i32[R][K], p out_top_logprobs f32[R][K]: best first; past num_logprobs: -1 and -infinity
 //   i R, i V
+//   i P: parts of the vocabulary in which log-probabilities are folded; V is a multiple of it
 //
 // Tokens are ordered by logit, the greater first, and the lower id first where logits are equal; ranks, the
 // likeliest tokens, the greedy choice and the keep sets follow this one order. A NaN logit counts as -infinity.
@@ -25,6 +26,11 @@
 //
 //   logprob(i) = (logit_i - max) - log(sum_j exp(logit_j - max))        of the unscaled logits, never adjusted;
 //                ranks and the likeliest tokens are those of logits too. All that follows is of the draw's logits.
+//                exp in float32. P = 1: its sum in sixteen float64 lanes, which are added in order. P > 1: the
+//                same for each of P equal parts of the vocabulary; the sums are rounded to float32 and added in
+//                float32, part 0 first. So Megatron-LM folds a vocabulary that is split over P ranks
+//                (vocab_parallel_cross_entropy: the maximum is that of all ranks, each sums its part in float32,
+//                the sums are all-reduced), where the all-reduce adds in the order of ranks.
 //   z_i        = (logit_i - max) / temperature                          float32; greedy at temperature 0
 //   keep set:    the first top_k tokens; of these the shortest prefix whose sum of e^z reaches top_p of their
 //                whole sum; of these all with z >= log(min_p). It always holds the first token.

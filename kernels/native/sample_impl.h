@@ -16,7 +16,7 @@ struct SampleArgs {
   float* out_logprob;
   int32_t *out_rank, *out_top_ids;
   float* out_top_logprobs;
-  int64_t num_rows, vocab_size;
+  int64_t num_rows, vocab_size, logprob_shards;
 
   explicit SampleArgs(const Invocation& inv)
       : logits(inv.ptr<const float>(0)), adjusted(inv.ptr<const float>(1)), logit_target(inv.ptr<const int32_t>(2)),
@@ -26,17 +26,28 @@ struct SampleArgs {
         state_slot(inv.ptr<const int32_t>(10)), adjustment(inv.ptr<const int32_t>(11)),
         last_tokens(inv.ptr<int32_t>(12)), out_token(inv.ptr<int32_t>(13)), out_logprob(inv.ptr<float>(14)),
         out_rank(inv.ptr<int32_t>(15)), out_top_ids(inv.ptr<int32_t>(16)), out_top_logprobs(inv.ptr<float>(17)),
-        num_rows(inv.i64(18)), vocab_size(inv.i64(19)) {}
+        num_rows(inv.i64(18)), vocab_size(inv.i64(19)), logprob_shards(inv.i64(20)) {}
 };
 
 TS_INLINE bool is_finite(float v) { return v - v == 0.0f; }
 
-// log of the sum of exp(logit - best); 0 for a row without a finite maximum, whose logprobs become NaN anyway.
-TS_INLINE float log_sum(const Row& row, float best) {
-  if (!is_finite(best)) return 0.0f;
+// The sum of exp(logit - best).
+TS_INLINE double exp_sum(const Row& row, float best) {
   f64x16 sum = zero_f64();
   for (int64_t i = 0; i < row.size; i += 16) sum = add(sum, exp(sub(lanes_at(row, i), set1(best))));
-  return static_cast<float>(std::log(reduce_add(sum)));
+  return reduce_add(sum);
+}
+
+// log of the sum of the header; 0 for a row without a finite maximum, whose logprobs become NaN anyway.
+TS_INLINE float log_sum(const Row& row, float best, int64_t num_shards) {
+  if (!is_finite(best)) return 0.0f;
+  if (num_shards <= 1) return static_cast<float>(std::log(exp_sum(row, best)));
+  const int64_t size = row.size / num_shards;
+  float sum = 0.0f;
+  for (int64_t shard = 0; shard < num_shards; ++shard) {
+    sum += static_cast<float>(exp_sum({row.logits + shard * size, size}, best));
+  }
+  return static_cast<float>(std::log(static_cast<double>(sum)));
 }
 
 TS_INLINE double score(float z, uint64_t seed, uint32_t position, int64_t token) {
@@ -136,7 +147,7 @@ TS_INLINE void report_likeliest(const SampleArgs& args, int64_t r, const Row& ro
 TS_INLINE void sample_row(const SampleArgs& args, int64_t r, float* scratch) {
   const Row row{args.logits + r * args.vocab_size, args.vocab_size};
   const Best best = best_of(row);
-  const float norm = log_sum(row, best.value);
+  const float norm = log_sum(row, best.value, args.logprob_shards);
   const int32_t target = args.logit_target[r];
   const bool asked = target >= 0 && target < row.size;
   const int64_t token = asked ? target : drawn_token(args, r, row, best, scratch);

@@ -1,19 +1,23 @@
 """Sampling: the token of each row of logits, its log-probability and rank, and the likeliest tokens.
 
-The semantics are those of tokenspeed/compile/sampler.py. Three launches share a workspace of one record per row:
+The semantics are those of tokenspeed/compile/sampler.py. Launches share a workspace of one record per row:
 
 - scan: programs (chunk, row). The chunk's first token in the order and the sum of its exponentials; if the row draws,
   the chunk's winner of the Gumbel-max race over all tokens. A row with an adjustment draws from its adjusted logits,
   whose first token in the chunk is noted too.
 - rank: programs (chunk, row). How many of the chunk's tokens come before the row's token, and, for top_p, their mass
   and that of the chunk. Nothing to do if the row's token is the first of all, as it is for a greedy row.
+- fold: only where log-probabilities are folded in several parts of the vocabulary (logprob_shards): programs (block of
+  CHUNK tokens of a part, row). The block's sum of exponentials of logits minus the row's greatest.
 - finish: program (row). Adds the chunks up in their order; while the token is not among those that the row keeps,
   races again (sample_keep.py); visits the likeliest tokens; writes the results. What a row with an adjustment has drawn
   is ranked here: how many tokens come before it among the logits as they came from the model.
 
 A row takes the branches of what it asks for. It is cut into the same chunks in every bucket, so its sums have one
-order. Scores of a draw are float32: a draw differs from the reference's, which is float64, only where the two best
-scores are within about 1e-6 of each other, and a keep set only where top_p or min_p falls that close to a token.
+order. Where the vocabulary is folded in parts, a part's blocks are added in one order and the parts in float32, the first
+first, as ranks would be that hold one each (compile/sampler.py: log_sum). Scores of a draw are float32: a draw differs
+from the reference's, which is float64, only where the two best scores are within about 1e-6 of each other, and a keep
+set only where top_p or min_p falls that close to a token.
 """
 
 from __future__ import annotations
@@ -50,10 +54,10 @@ FINISH_WARPS = 8
 """Warps of a program of one row."""
 RECORD_WORDS = 10
 """32-bit words of a row's record per chunk: order of the first token (two words), the same of what the row draws from,
-sum of exponentials, score of the winner, the winner, tokens ahead, mass ahead, mass."""
+sum of exponentials, score of the winner, the winner, tokens ahead, mass ahead, mass. Behind them, where the vocabulary
+is folded in several parts, stand the sums of their blocks."""
 
 _TOP = tl.constexpr(MAX_TOP_LOGPROBS)
-_RECORD = tl.constexpr(RECORD_WORDS)
 _RIVALS = tl.constexpr(2)
 _SUM = tl.constexpr(4)
 _SCORE = tl.constexpr(5)
@@ -61,19 +65,19 @@ _WINNER = tl.constexpr(6)
 _COUNT = tl.constexpr(7)
 _MASS_AHEAD = tl.constexpr(8)
 _MASS = tl.constexpr(9)
+_BLOCKS = tl.constexpr(RECORD_WORDS)
 
 
 @triton.jit
-def _orders(workspace, row, LANES: tl.constexpr):
+def _orders(record):
     """Pointer to the first token of each chunk of a row, as int64 order values."""
-    return (workspace + row.to(tl.int64) * (_RECORD * LANES)).to(tl.pointer_type(tl.int64), bitcast=True)
+    return record.to(tl.pointer_type(tl.int64), bitcast=True)
 
 
 @triton.jit
-def _rivals(workspace, row, LANES: tl.constexpr):
+def _rivals(record, LANES: tl.constexpr):
     """The same of the logits that the row draws from: where it has no adjustment, they are equal."""
-    at = workspace + row.to(tl.int64) * (_RECORD * LANES) + _RIVALS * LANES
-    return at.to(tl.pointer_type(tl.int64), bitcast=True)
+    return (record + _RIVALS * LANES).to(tl.pointer_type(tl.int64), bitcast=True)
 
 
 @triton.jit
@@ -86,20 +90,20 @@ def _drawn_from(logits, adjusted, row, adjustment, V: tl.constexpr):
 
 
 @triton.jit
-def _floats(workspace, row, field: tl.constexpr, LANES: tl.constexpr):
+def _floats(record, field: tl.constexpr, LANES: tl.constexpr):
     """Pointer to one 32-bit field of all chunks of a row's record."""
-    at = workspace + row.to(tl.int64) * (_RECORD * LANES) + field * LANES
-    return at.to(tl.pointer_type(tl.float32), bitcast=True)
+    return (record + field * LANES).to(tl.pointer_type(tl.float32), bitcast=True)
 
 
 @triton.jit
-def _integers(workspace, row, field: tl.constexpr, LANES: tl.constexpr):
-    return workspace + row.to(tl.int64) * (_RECORD * LANES) + field * LANES
+def _integers(record, field: tl.constexpr, LANES: tl.constexpr):
+    return record + field * LANES
 
 
 @triton.jit
 def sample_scan(logits, adjusted, logit_target, temperature, seed, draw_position, adjustment, workspace, step_sizes,
-                V: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                V: tl.constexpr, CHUNK: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
+                PDL: tl.constexpr):  # fmt: skip
     """Program (chunk, row): first token, sum of e^(logit - its logit), and the winner of the race in the chunk."""
     chunk, row = tl.program_id(0), tl.program_id(1)
     rows = tl.load(step_sizes + 2)  # no kernel writes inputs of the step: they need not wait
@@ -109,29 +113,30 @@ def sample_scan(logits, adjusted, logit_target, temperature, seed, draw_position
     pdl_wait(PDL)
     if row >= rows:
         return
+    record = workspace + row.to(tl.int64) * WORDS
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = load_logits(logits + row.to(tl.int64) * V, tokens, V)
     top = tl.max(values, axis=0)
     first = tl.min(tl.where((values == top) & (tokens < V), tokens, NO_TOKEN), axis=0)
     origin = tl.where(top == float("-inf"), 0.0, top)  # a chunk of -infinity adds 0, not NaN
-    tl.store(_orders(workspace, row, LANES) + chunk, order_of(top, first))
-    tl.store(_floats(workspace, row, _SUM, LANES) + chunk, tl.sum(tl.exp(values - origin), axis=0))
+    tl.store(_orders(record) + chunk, order_of(top, first))
+    tl.store(_floats(record, _SUM, LANES) + chunk, tl.sum(tl.exp(values - origin), axis=0))
     if own >= 0:
         values = load_logits(adjusted + own.to(tl.int64) * V, tokens, V)
         top = tl.max(values, axis=0)
         first = tl.min(tl.where((values == top) & (tokens < V), tokens, NO_TOKEN), axis=0)
         origin = tl.where(top == float("-inf"), 0.0, top)
-    tl.store(_rivals(workspace, row, LANES) + chunk, order_of(top, first))
+    tl.store(_rivals(record, LANES) + chunk, order_of(top, first))
     if ((target < 0) | (target >= V)) & (heat > 0.0):
         z = (values - origin) * inverse(heat)
         noise = exponentials(key, position, chunk * CHUNK, CHUNK)
         score, winner = race(z, noise, tokens)
-        tl.store(_floats(workspace, row, _SCORE, LANES) + chunk, score)
-        tl.store(_integers(workspace, row, _WINNER, LANES) + chunk, winner)
+        tl.store(_floats(record, _SCORE, LANES) + chunk, score)
+        tl.store(_integers(record, _WINNER, LANES) + chunk, winner)
 
 
 @triton.jit
-def _choice(leaders, workspace, row, target, heat,
+def _choice(leaders, record, target, heat,
             V: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """(token of the row before keep sets apply, whether it was drawn)."""
     first = tl.max(leaders, axis=0)
@@ -142,8 +147,8 @@ def _choice(leaders, workspace, row, target, heat,
     if drawn:
         lanes = tl.arange(0, LANES)
         inside = lanes < CHUNKS
-        scores = tl.load(_floats(workspace, row, _SCORE, LANES) + lanes, mask=inside, other=float("-inf"))
-        winners = tl.load(_integers(workspace, row, _WINNER, LANES) + lanes, mask=inside, other=NO_TOKEN)
+        scores = tl.load(_floats(record, _SCORE, LANES) + lanes, mask=inside, other=float("-inf"))
+        winners = tl.load(_integers(record, _WINNER, LANES) + lanes, mask=inside, other=NO_TOKEN)
         scores += tl.where(inside, (logit_of(leaders) - best) * inverse(heat), 0.0)
         token = tl.min(tl.where(scores == tl.max(scores, axis=0), winners, NO_TOKEN), axis=0)
     return token, drawn
@@ -151,7 +156,7 @@ def _choice(leaders, workspace, row, target, heat,
 
 @triton.jit
 def sample_rank(logits, adjusted, logit_target, temperature, top_p, adjustment, workspace, step_sizes,
-                V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+                V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
                 PDL: tl.constexpr):  # fmt: skip
     """Program (chunk, row): tokens of the chunk ahead of the row's token, among the logits that it draws from; for
     top_p their mass and the chunk's."""
@@ -162,9 +167,10 @@ def sample_rank(logits, adjusted, logit_target, temperature, top_p, adjustment, 
     pdl_wait(PDL)
     if row >= rows:
         return
+    record = workspace + row.to(tl.int64) * WORDS
     lanes = tl.arange(0, LANES)
-    leaders = tl.load(_rivals(workspace, row, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
-    token, drawn = _choice(leaders, workspace, row, target, heat, V, CHUNKS, LANES)
+    leaders = tl.load(_rivals(record, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
+    token, drawn = _choice(leaders, record, target, heat, V, CHUNKS, LANES)
     first = tl.max(leaders, axis=0)
     if token == token_of(first):
         return
@@ -172,18 +178,56 @@ def sample_rank(logits, adjusted, logit_target, temperature, top_p, adjustment, 
     tokens = chunk * CHUNK + tl.arange(0, CHUNK)
     values = load_logits(source, tokens, V)
     inside = is_ahead(values, tokens, load_logits(source, token, V), token)
-    tl.store(_integers(workspace, row, _COUNT, LANES) + chunk, tl.sum(inside.to(tl.int32), axis=0))
+    tl.store(_integers(record, _COUNT, LANES) + chunk, tl.sum(inside.to(tl.int32), axis=0))
     if drawn & (share < 1.0):
         weights = tl.exp(tl.div_rn(values - logit_of(first), heat))
-        tl.store(_floats(workspace, row, _MASS_AHEAD, LANES) + chunk, tl.sum(tl.where(inside, weights, 0.0), axis=0))
-        tl.store(_floats(workspace, row, _MASS, LANES) + chunk, tl.sum(weights, axis=0))
+        tl.store(_floats(record, _MASS_AHEAD, LANES) + chunk, tl.sum(tl.where(inside, weights, 0.0), axis=0))
+        tl.store(_floats(record, _MASS, LANES) + chunk, tl.sum(weights, axis=0))
+
+
+@triton.jit
+def sample_fold(logits, workspace, step_sizes,
+                V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr, WORDS: tl.constexpr,
+                SHARDS: tl.constexpr, BLOCKS: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+    """Program (block, row): sum of e^(logit - the row's greatest) over block % BLOCKS of part block / BLOCKS."""
+    block, row = tl.program_id(0), tl.program_id(1)
+    rows = tl.load(step_sizes + 2)
+    pdl_wait(PDL)
+    if row >= rows:
+        return
+    record = workspace + row.to(tl.int64) * WORDS
+    lanes = tl.arange(0, LANES)
+    best = logit_of(tl.max(tl.load(_orders(record) + lanes, mask=lanes < CHUNKS, other=NOBODY), axis=0))
+    size: tl.constexpr = V // SHARDS
+    inside = block % BLOCKS * CHUNK + tl.arange(0, CHUNK)
+    values = load_logits(logits + row.to(tl.int64) * V, block // BLOCKS * size + inside, V)
+    weights = tl.where(inside < size, tl.exp(values - best), 0.0)
+    tl.store(_floats(record, _BLOCKS, LANES) + block, tl.sum(weights, axis=0))
+
+
+@triton.jit
+def _log_sum(record, leaders, best, CHUNKS: tl.constexpr, LANES: tl.constexpr,
+             SHARDS: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_LANES: tl.constexpr):  # fmt: skip
+    """log of the sum of e^(logit - best) over the row, in one part or in several, each added to those before it."""
+    if SHARDS == 1:
+        lanes = tl.arange(0, LANES)
+        sums = tl.load(_floats(record, _SUM, LANES) + lanes, mask=lanes < CHUNKS, other=0.0)
+        total = tl.sum(tl.where(lanes < CHUNKS, sums * tl.exp(logit_of(leaders) - best), 0.0), axis=0)
+    else:
+        blocks = tl.arange(0, BLOCK_LANES)
+        total = tl.zeros((), tl.float32)
+        for shard in range(SHARDS):
+            at = _floats(record, _BLOCKS, LANES) + shard * BLOCKS + blocks
+            total += tl.sum(tl.load(at, mask=blocks < BLOCKS, other=0.0), axis=0)
+    return tl.log(total)
 
 
 @triton.jit
 def sample_finish(logits, adjusted, logit_target, temperature, top_p, min_p, top_k, seed, draw_position, num_logprobs,
                   state_slot, adjustment, last_tokens, out_token, out_logprob, out_rank, out_top_ids, out_top_logprobs,
                   workspace, step_sizes, V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr,
-                  LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
+                  LANES: tl.constexpr, WORDS: tl.constexpr, SHARDS: tl.constexpr, BLOCKS: tl.constexpr,
+                  BLOCK_LANES: tl.constexpr, PDL: tl.constexpr):  # fmt: skip
     """Program (row): the row's token under its keep set, and all results."""
     row = tl.program_id(0)
     rows = tl.load(step_sizes + 2)
@@ -193,26 +237,25 @@ def sample_finish(logits, adjusted, logit_target, temperature, top_p, min_p, top
     pdl_wait(PDL)
     if row >= rows:
         return
+    record = workspace + row.to(tl.int64) * WORDS
     source = _drawn_from(logits, adjusted, row, own, V)
     logits += row.to(tl.int64) * V
     lanes = tl.arange(0, LANES)
-    leaders = tl.load(_orders(workspace, row, LANES) + lanes, mask=lanes < CHUNKS, other=NOBODY)
-    sums = tl.load(_floats(workspace, row, _SUM, LANES) + lanes, mask=lanes < CHUNKS, other=0.0)
+    leaders = tl.load(_orders(record) + lanes, mask=lanes < CHUNKS, other=NOBODY)
     first = tl.max(leaders, axis=0)
     best, best_token = logit_of(first), token_of(first)
-    shares = tl.where(lanes < CHUNKS, sums * tl.exp(logit_of(leaders) - best), 0.0)
-    norm = tl.log(tl.sum(shares, axis=0))
-    orders = _rivals(workspace, row, LANES)
+    norm = _log_sum(record, leaders, best, CHUNKS, LANES, SHARDS, BLOCKS, BLOCK_LANES)
+    orders = _rivals(record, LANES)
     rivals = tl.load(orders + lanes, mask=lanes < CHUNKS, other=NOBODY)
-    token, drawn = _choice(rivals, workspace, row, target, heat, V, CHUNKS, LANES)
+    token, drawn = _choice(rivals, record, target, heat, V, CHUNKS, LANES)
     favourite = tl.max(rivals, axis=0)
     logit = best
     count = tl.zeros((), tl.int32)
     if token != token_of(favourite):
-        counts = tl.load(_integers(workspace, row, _COUNT, LANES) + lanes, mask=lanes < CHUNKS, other=0)
+        counts = tl.load(_integers(record, _COUNT, LANES) + lanes, mask=lanes < CHUNKS, other=0)
         count = tl.sum(counts, axis=0)
         if drawn:
-            token, count = _keep(source, orders, workspace, row, token, count, logit_of(favourite),
+            token, count = _keep(source, orders, record, token, count, logit_of(favourite),
                                  token_of(favourite), heat, tl.load(top_p + row), tl.load(min_p + row),
                                  tl.load(top_k + row), tl.load(seed + row), tl.load(draw_position + row),
                                  V, CHUNK, CHUNKS, LANES)  # fmt: skip
@@ -221,7 +264,7 @@ def sample_finish(logits, adjusted, logit_target, temperature, top_p, min_p, top
         logit = load_logits(logits, token, V)
         count = 0
         if token != best_token:
-            count, _ = ahead(logits, _orders(workspace, row, LANES), logit, token, best, 1.0, V, CHUNK, CHUNKS)
+            count, _ = ahead(logits, _orders(record), logit, token, best, 1.0, V, CHUNK, CHUNKS)
     tl.store(out_token + row, token)
     tl.store(out_logprob + row, (logit - best) - norm)
     tl.store(out_rank + row, count + 1)
@@ -232,7 +275,7 @@ def sample_finish(logits, adjusted, logit_target, temperature, top_p, min_p, top
 
 
 @triton.jit
-def _keep(logits, orders, workspace, row, token, count, best, best_token, heat, top_p, min_p, top_k, seed, position,
+def _keep(logits, orders, record, token, count, best, best_token, heat, top_p, min_p, top_k, seed, position,
           V: tl.constexpr, CHUNK: tl.constexpr, CHUNKS: tl.constexpr, LANES: tl.constexpr):  # fmt: skip
     """(token drawn from the keep set, number of tokens ahead of it), from the winner among all tokens, which is not
     the first one, and the number of those ahead of it."""
@@ -243,8 +286,8 @@ def _keep(logits, orders, workspace, row, token, count, best, best_token, heat, 
     if top_p < 1.0:
         lanes = tl.arange(0, LANES)
         inside = lanes < CHUNKS
-        mass = tl.sum(tl.load(_floats(workspace, row, _MASS_AHEAD, LANES) + lanes, mask=inside, other=0.0), axis=0)
-        total = tl.sum(tl.load(_floats(workspace, row, _MASS, LANES) + lanes, mask=inside, other=0.0), axis=0)
+        mass = tl.sum(tl.load(_floats(record, _MASS_AHEAD, LANES) + lanes, mask=inside, other=0.0), axis=0)
+        total = tl.sum(tl.load(_floats(record, _MASS, LANES) + lanes, mask=inside, other=0.0), axis=0)
     searched = limit == V  # whether total is that of the first top_k tokens
     undecided = token != best_token
     if undecided & (count >= limit) & (limit <= FEW):
@@ -310,16 +353,38 @@ def num_lanes(vocab_size: int) -> int:
     return int(triton.next_power_of_2(triton.cdiv(vocab_size, CHUNK)))
 
 
+def num_blocks(sizes: Mapping[str, int]) -> int:
+    """Blocks of CHUNK logits of one part of the vocabulary."""
+    return int(triton.cdiv(sizes["V"] // sizes["logprob_shards"], CHUNK))
+
+
+def record_words(sizes: Mapping[str, int]) -> int:
+    """32-bit words of a row's record, an even number: it begins with int64s."""
+    shards = sizes["logprob_shards"]
+    blocks = 0 if shards == 1 else shards * num_blocks(sizes)
+    return num_lanes(sizes["V"]) * RECORD_WORDS + blocks + blocks % 2
+
+
 def workspace_bytes(sizes: Mapping[str, int]) -> int:
     """Bytes of the records of a step's rows."""
-    return sizes["num_logit_rows"] * num_lanes(sizes["V"]) * RECORD_WORDS * 4
+    return sizes["num_logit_rows"] * record_words(sizes) * 4
 
 
 def _launches(request: Request) -> tuple[Stage, ...]:
-    vocab, rows = request.sizes["V"], request.sizes["num_logit_rows"]
-    chunks = triton.cdiv(vocab, CHUNK)
-    sizes = {"V": vocab, "CHUNK": CHUNK, "LANES": num_lanes(vocab)}
+    vocab, rows, shards = (request.sizes[name] for name in ("V", "num_logit_rows", "logprob_shards"))
+    chunks, blocks = triton.cdiv(vocab, CHUNK), num_blocks(request.sizes)
+    sizes = {"V": vocab, "CHUNK": CHUNK, "LANES": num_lanes(vocab), "WORDS": record_words(request.sizes)}
+    folds = {**sizes, "CHUNKS": chunks, "SHARDS": shards, "BLOCKS": blocks}
     stage = partial(device_stage, module=__name__, num_stages=1, target=request.target)
+    fold = stage(
+        name="fold",
+        function=sample_fold,
+        arguments="read logits, workspace partials, sizes step_sizes",
+        types="*fp32, *i32, *i32",
+        constants=folds,
+        num_warps=CHUNK_WARPS,
+        grid=(shards * blocks, rows, 1),
+    )
     return (
         stage(
             name="scan",
@@ -341,6 +406,7 @@ def _launches(request: Request) -> tuple[Stage, ...]:
             num_warps=CHUNK_WARPS,
             grid=(chunks, rows, 1),
         ),
+        *((fold,) if shards > 1 else ()),
         stage(
             name="finish",
             function=sample_finish,
@@ -350,7 +416,7 @@ def _launches(request: Request) -> tuple[Stage, ...]:
             "write out_top_logprobs, workspace partials, sizes step_sizes",
             types="*fp32, *fp32, *i32, *fp32, *fp32, *fp32, *i32, *u64, *i32, *i32, *i32, *i32, *i32, *i32, *fp32, "
             "*i32, *i32, *fp32, *i32, *i32",
-            constants={**sizes, "CHUNKS": chunks},
+            constants={**folds, "BLOCK_LANES": int(triton.next_power_of_2(blocks))},
             num_warps=FINISH_WARPS,
             grid=(rows, 1, 1),
         ),

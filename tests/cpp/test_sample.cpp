@@ -45,7 +45,7 @@ struct Outputs {
 
 // Runs the kernel as one worker over all rows.
 Outputs sample(KernelFn fn, const std::vector<float>& logits, const std::vector<RowParams>& rows,
-               const std::vector<float>& adjusted = {}) {
+               const std::vector<float>& adjusted = {}, int64_t num_shards = 1) {
   const size_t num_rows = rows.size(), top = num_rows * kMaxTopLogprobs;
   std::vector<int32_t> target, top_k, position, num_logprobs, slot, adjustment;
   std::vector<float> temperature, top_p, min_p;
@@ -69,14 +69,15 @@ Outputs sample(KernelFn fn, const std::vector<float>& logits, const std::vector<
                             position.data(),        num_logprobs.data(), slot.data(),        adjustment.data(),
                             out.last_tokens.data(), out.token.data(),    out.logprob.data(), out.rank.data(),
                             out.top_ids.data(),     out.top_logprobs.data()};
-  std::vector<ArgValue> args(20);
+  std::vector<ArgValue> args(21);
   for (int i = 0; i < 18; ++i) args[static_cast<size_t>(i)].pointer = const_cast<void*>(pointers[i]);
   args[18].i64 = static_cast<int64_t>(num_rows);
   args[19].i64 = static_cast<int64_t>(logits.size() / num_rows);
+  args[20].i64 = num_shards;
   std::vector<std::byte> scratch(kSampleScratchBytes + 64);
   std::atomic<int64_t> next{0};
   const auto aligned = (reinterpret_cast<uintptr_t>(scratch.data()) + 63) / 64 * 64;
-  fn(Invocation{args.data(), 20, 0, 1, &next, reinterpret_cast<std::byte*>(aligned), kSampleScratchBytes});
+  fn(Invocation{args.data(), 21, 0, 1, &next, reinterpret_cast<std::byte*>(aligned), kSampleScratchBytes});
   return out;
 }
 
@@ -316,6 +317,56 @@ TEST(rows_do_not_depend_on_place_or_company) {
   for (const Outputs& out : results) {  // both instruction sets: the same bits
     CHECK(out.token == results[0].token && out.logprob == results[0].logprob && out.top_ids == results[0].top_ids);
     CHECK(out.top_logprobs == results[0].top_logprobs);
+  }
+}
+
+TEST(a_vocabulary_is_folded_in_shards_of_float32_sums) {  // also of sizes that are no multiples of 16
+  for (const auto& [vocab, num_shards] : std::vector<std::pair<size_t, size_t>>{
+           {1001, 7}, {1000, 8}, {37, 37}, {49152, 4}, {48, 3}, {100, 1}}) {
+    const auto logits = random_logits(3 * vocab, static_cast<unsigned>(vocab + num_shards));
+    const std::vector<RowParams> rows = {{.num_logprobs = 5}, {.target = 3}, {.temperature = 1.0f, .seed = 8}};
+    std::vector<Outputs> results;
+    for (KernelFn fn : runnable()) {
+      results.push_back(sample(fn, logits, rows, {}, static_cast<int64_t>(num_shards)));
+      const Outputs& out = results.back();
+      const Outputs whole = sample(fn, logits, rows);
+      CHECK(out.token == whole.token && out.rank == whole.rank && out.top_ids == whole.top_ids);
+      for (size_t r = 0; r < rows.size(); ++r) {
+        const std::vector<float> row(logits.begin() + static_cast<long>(r * vocab),
+                                     logits.begin() + static_cast<long>((r + 1) * vocab));
+        const float best = *std::max_element(row.begin(), row.end());
+        float sum = 0;
+        for (size_t shard = 0; shard < num_shards; ++shard) {
+          double exact = 0;
+          for (size_t i = 0; i < vocab / num_shards; ++i) {
+            exact += std::exp(static_cast<double>(row[shard * (vocab / num_shards) + i] - best));
+          }
+          sum += static_cast<float>(exact);
+        }
+        const auto norm = static_cast<float>(std::log(static_cast<double>(sum)));
+        const float expected = (row[static_cast<size_t>(out.token[r])] - best) - norm;
+        CHECK(std::abs(out.logprob[r] - expected) < 1e-6f * (1 + std::abs(expected)));
+        const Outputs alone = sample(fn, row, {rows[r]}, {}, static_cast<int64_t>(num_shards));
+        CHECK(std::memcmp(&alone.logprob[0], &out.logprob[r], 4) == 0);
+      }
+      const float* top = out.top_logprobs.data();
+      CHECK(out.token[0] == out.top_ids[0] && top[0] == out.logprob[0] && top[4] <= top[3] && top[5] == -kInf);
+    }
+    for (const Outputs& out : results) {  // both instruction sets: the same bits
+      CHECK(out.logprob == results[0].logprob && out.top_logprobs == results[0].top_logprobs);
+    }
+  }
+}
+
+TEST(shards_are_added_in_float32_and_in_order) {
+  constexpr size_t kVocab = 64;
+  std::vector<float> first(kVocab, -16.7f), last(kVocab, -16.7f);  // e^-16.7 is lost beside 1 in float32
+  first.front() = last.back() = 0.0f;
+  const auto after = static_cast<float>(-std::log(static_cast<double>(static_cast<float>(1 + 63 * std::exp(-16.7)))));
+  for (KernelFn fn : runnable()) {
+    CHECK(sample(fn, first, {RowParams{}}, {}, kVocab).logprob[0] == 0.0f);
+    CHECK(sample(fn, last, {RowParams{}}, {}, kVocab).logprob[0] == after);
+    CHECK(sample(fn, first, {RowParams{}}).logprob[0] < 0.0f);
   }
 }
 

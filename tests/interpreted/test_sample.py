@@ -17,7 +17,7 @@ from tokenspeed.compile.ops import SAMPLE_OPERANDS
 from tokenspeed.kernels.registry import Request
 from tokenspeed.kernels.triton import sample
 from tokenspeed.kernels.triton.sample_math import exponentials, logit_of, order_of, token_of
-from tokenspeed.step import MAX_TOP_LOGPROBS
+from tokenspeed.step import MAX_TOP_LOGPROBS, STEP_SCALARS
 from tokenspeed.target import GPU_TARGETS, Target
 
 Array = NDArray[Any]
@@ -36,13 +36,17 @@ def operands(rows: list[dict[str, Any]]) -> dict[str, Array]:
 
 
 def run_kernels(
-    logits: Array, rows: dict[str, Array], bucket: int | None = None, adjusted: Array | None = None
+    logits: Array,
+    rows: dict[str, Array],
+    bucket: int | None = None,
+    adjusted: Array | None = None,
+    shards: int = 1,
 ) -> dict[str, Array]:
     """All stages on a bucket with room to spare; every byte that nobody wrote is poison."""
     count, vocab = logits.shape
     bucket = count + SPARE if bucket is None else bucket
     (spec,) = sample.specs()
-    sizes = {"V": vocab, "num_logit_rows": bucket, "num_tokens": bucket, "num_seqs": bucket}
+    sizes = {"V": vocab, "logprob_shards": shards, **dict.fromkeys(STEP_SCALARS, bucket)}
 
     def padded(array: Array) -> Array:
         poison = np.full((bucket, *array.shape[1:]), 0x7F, array.dtype)
@@ -80,13 +84,15 @@ def run_kernels(
     return {name: memory[name] for name in OUTPUTS}
 
 
-def check(logits: Array, asked: list[dict[str, Any]], adjusted: Array | None = None) -> dict[str, Array]:
+def check(
+    logits: Array, asked: list[dict[str, Any]], adjusted: Array | None = None, shards: int = 1
+) -> dict[str, Array]:
     """The kernels agree with the reference on rows that each ask for something."""
     rows = operands(asked)
     last_tokens = np.full(len(asked) + SPARE + 1, -77, np.int32)
     with np.errstate(invalid="ignore", over="ignore"):
-        expected = dict(zip(OUTPUTS, sampler.sample_rows(logits, adjusted, rows, last_tokens), strict=True))
-    got = run_kernels(logits, rows, adjusted=adjusted)
+        expected = dict(zip(OUTPUTS, sampler.sample_rows(logits, adjusted, rows, last_tokens, shards), strict=True))
+    got = run_kernels(logits, rows, adjusted=adjusted, shards=shards)
     for name in OUTPUTS:
         have = got[name] if name == "last_tokens" else got[name][: len(asked)]
         if have.dtype == np.float32:
@@ -246,6 +252,47 @@ def test_a_draw_depends_on_its_row_alone() -> None:
             np.testing.assert_array_equal(alone[name][0], together[name][row], err_msg=name)
 
 
+@pytest.mark.parametrize(("vocab", "shards"), [(4100, 2), (4100, 4), (1000, 8), (37, 37), (49152, 8)])
+def test_the_vocabulary_is_folded_in_shards(vocab: int, shards: int) -> None:
+    """Shards that are no multiples of 16, shorter than a chunk, or of several; only log-probabilities may differ."""
+    rng = np.random.default_rng(vocab + shards)
+    asked = [{"num_logprobs": 5}, {"logit_target": 11}, {"temperature": 0.8, "top_p": 0.7, "seed": 4}]
+    logits = spread(rng, 3, vocab)
+    got, whole = check(logits, asked, shards=shards), run_kernels(logits, operands(asked))
+    for name in ("out_token", "out_rank", "out_top_ids", "last_tokens"):
+        np.testing.assert_array_equal(got[name], whole[name], err_msg=name)
+
+
+def test_shards_are_rounded_to_float32_and_added_in_order() -> None:
+    """A sum that the order of float32 additions decides: with ones of e^-16.7 behind a first 1, each is lost."""
+    vocab, shards = 64, 64
+    logits = np.full((2, vocab), -16.7, np.float32)
+    logits[0, 0] = logits[1, -1] = 0.0
+    asked = operands([{"logit_target": 0}, {"logit_target": vocab - 1}])
+    lost, kept = run_kernels(logits, asked, shards=shards)["out_logprob"][:2]
+    assert lost == 0.0 and kept == np.float32(-np.log(np.float64(np.float32(1 + 63 * np.exp(-16.7)))))
+    assert run_kernels(logits, asked)["out_logprob"][0] < 0.0
+
+
+def test_a_folded_row_depends_on_itself_alone() -> None:
+    rng = np.random.default_rng(19)
+    asked = [{"temperature": 0.8, "seed": i, "num_logprobs": 2} for i in range(4)]
+    logits = spread(rng, 4, 4500)
+    together = run_kernels(logits, operands(asked), shards=3)
+    alone = run_kernels(logits[3:], operands(asked[3:]), bucket=1, shards=3)
+    for name in OUTPUTS[:-1]:
+        np.testing.assert_array_equal(alone[name][0], together[name][3], err_msg=name)
+
+
+def test_folded_rows_that_are_not_finite() -> None:
+    logits = spread(np.random.default_rng(3), 4, 4100)
+    logits[0, ::3] = np.nan
+    logits[1] = -np.inf
+    logits[2, 70] = np.inf
+    logits[3, :2050] = -np.inf  # a shard of nothing
+    check(logits, [{"num_logprobs": 2}] * 4, shards=2)
+
+
 def test_draws_follow_the_distribution() -> None:
     rows = 150
     probabilities = np.array([0.5, 0.25, 0.15, 0.1])
@@ -260,7 +307,8 @@ def test_one_configuration_for_every_bucket() -> None:
     (spec,) = sample.specs()
     target = Target.parse("hip:gfx942")
     stages = [
-        spec.stages(Request("sample", target, "bfloat16", {"V": 128256, "num_logit_rows": rows})) for rows in (1, 256)
+        spec.stages(Request("sample", target, "bfloat16", {"V": 128256, "num_logit_rows": rows, "logprob_shards": 1}))
+        for rows in (1, 256)
     ]
     assert [stage.kernel for stage in stages[0]] == [stage.kernel for stage in stages[1]]
     assert [stage.grid for stage in stages[1]] == [(63, 256, 1), (63, 256, 1), (256, 1, 1)]
@@ -269,9 +317,10 @@ def test_one_configuration_for_every_bucket() -> None:
 def test_compiles_for_every_target_without_spilling() -> None:
     (spec,) = sample.specs()
     targets = [Target.parse(name) for name in GPU_TARGETS]
-    sizes = {"V": 128256, "num_logit_rows": 8}
-    jobs = [(s.kernel, t) for t in targets for s in spec.stages(Request("sample", t, "bfloat16", sizes)) if s.kernel]
-    compiled = compile_kernels(jobs, workers=2)
-    assert len(compiled) == 3 * len(GPU_TARGETS)
+    shapes = [{"V": 128256, "num_logit_rows": 8, "logprob_shards": shards} for shards in (1, 8)]
+    jobs = {(s.kernel, t) for sizes in shapes for t in targets
+            for s in spec.stages(Request("sample", t, "bfloat16", sizes)) if s.kernel}  # fmt: skip
+    compiled = compile_kernels(sorted(jobs, key=str), workers=2)
+    assert len(compiled) == (3 + 4) * len(GPU_TARGETS)
     for (kernel, target), code in compiled.items():
         assert code.info.stack_bytes == 0, f"{kernel} on {target} spills"

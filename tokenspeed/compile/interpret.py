@@ -249,7 +249,8 @@ def _adjust_logits(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Arra
 
 def _sample(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]:
     logits, adjusted, *rows, last_tokens = operands
-    return sample_rows(logits, adjusted, dict(zip(SAMPLE_OPERANDS, rows, strict=True)), last_tokens)
+    named, shards = dict(zip(SAMPLE_OPERANDS, rows, strict=True)), op.attrs.integer("logprob_shards")
+    return sample_rows(logits, adjusted, named, last_tokens, shards)
 
 
 EVALUATORS: Mapping[str, Evaluator] = {

@@ -326,6 +326,7 @@ def _sample(call: Call) -> None:
         call.read("adjusted", (int(operands["adjustment"].max(initial=-1)) + 1, vocab)),
         operands,
         np.zeros(int(slots.max(initial=0)) + 1, np.int32),
+        call.integer("logprob_shards"),
     )
     names = ("out_token", "out_logprob", "out_rank", "out_top_ids", "out_top_logprobs")
     for name, output in zip(names, outputs, strict=True):

@@ -306,6 +306,9 @@ def _sample(types: Sequence[TensorType], attrs: Attrs, dtype: str) -> tuple[Tens
     logits, adjusted, *rows, last_tokens = types
     count, vocab = _matrix(logits, "logits", "float32")
     _need(count == "num_logit_rows", "one row of logits per logit row", logits)
+    shards = attrs.integer("logprob_shards")
+    equal = shards >= 1 and _width(vocab, "vocabulary") % shards == 0
+    _need(equal, f"a vocabulary of {shards} equal shards", logits)
     _exactly(adjusted, "adjusted", "float32", "num_adjustments", vocab)
     for (name, row_dtype), value in zip(SAMPLE_OPERANDS.items(), rows, strict=True):
         _exactly(value, name, row_dtype, "num_logit_rows")
@@ -363,8 +366,8 @@ _TABLE = (
     OpSchema("sample", ("logits", "adjusted", *SAMPLE_OPERANDS, "last_tokens"),
              ("out_token", "out_logprob", "out_rank", "out_top_ids", "out_top_logprobs", "last_tokens"), _sample,
              "draws a token per row, from adjusted where it has an adjustment (or takes logit_target), scores it under "
-             "logits, and records it in last_tokens[state_slot]",
-             aliases={"last_tokens": "last_tokens"}),
+             "logits (folded in logprob_shards parts), and records it in last_tokens[state_slot]",
+             {"logprob_shards": int}, aliases={"last_tokens": "last_tokens"}),
 )  # fmt: skip
 
 SCHEMAS: Mapping[str, OpSchema] = {schema.kind: schema for schema in _TABLE}

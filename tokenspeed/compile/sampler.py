@@ -166,21 +166,39 @@ class Scores:
     top_logprobs: Array
 
 
-def score(logits: Array, token: int, num_top: int) -> Scores:
-    """The log-probability and rank (from 1) of ``token``, and the ``num_top`` likeliest tokens with theirs."""
+def log_sum(shifted: Array, shards: int) -> float:
+    """log(sum(exp(shifted))) of float64 ``shifted`` = logits - their maximum, folded in ``shards`` equal parts.
+
+    One part is float64 throughout. Of several, each part's sum is rounded to float32 and they are added in float32, in
+    order: log(((s_0 + s_1) + s_2) + ...). So Megatron-LM's vocab_parallel_cross_entropy folds its ranks' sums, where
+    the all-reduce adds them in the order of ranks; logits and maximum are float32 there too.
+    """
+    weights = np.exp(shifted)
+    if shards == 1:
+        return float(np.log(weights.sum()))
+    total = np.float32(0)
+    for part in weights.reshape(shards, -1).sum(axis=1).astype(np.float32):
+        total += part
+    return float(np.float32(np.log(np.float64(total))))
+
+
+def score(logits: Array, token: int, num_top: int, shards: int = 1) -> Scores:
+    """The log-probability and rank (from 1) of ``token``, and the ``num_top`` likeliest tokens with theirs; the
+    vocabulary is folded in ``shards`` equal parts."""
     exact = clean(logits).astype(np.float64)
     peak = exact.max()
     with np.errstate(invalid="ignore"):  # no finite peak: inf - inf, and the log-probabilities are NaN
-        logprobs = (exact - peak) - np.log(np.exp(exact - peak).sum())
+        logprobs = (exact - peak) - log_sum(exact - peak, shards)
     ahead = (exact > exact[token]) | ((exact == exact[token]) & (np.arange(len(exact)) < token))
     top = by_likelihood(exact)[:num_top]
     return Scores(float(logprobs[token]), 1 + int(ahead.sum()), top, logprobs[top])
 
 
 def sample_rows(
-    logits: Array, adjusted: Array, rows: Mapping[str, Array], last_tokens: Array
+    logits: Array, adjusted: Array, rows: Mapping[str, Array], last_tokens: Array, shards: int = 1
 ) -> tuple[Array, ...]:  # fmt: skip
-    """The ``sample`` op: ``rows`` holds its per-row operands by name; writes ``last_tokens`` in place.
+    """The ``sample`` op: ``rows`` holds its per-row operands by name, ``shards`` is its logprob_shards; writes
+    ``last_tokens`` in place.
 
     Returns out_token, out_logprob, out_rank, out_top_ids, out_top_logprobs, last_tokens. Likeliest tokens that a
     row did not ask for (num_logprobs) are -1 with log-probability -infinity.
@@ -202,7 +220,7 @@ def sample_rows(
             )  # fmt: skip
             if slot >= 0:
                 last_tokens[slot] = token
-        scores = score(logits[row], token, max(0, int(rows["num_logprobs"][row])))
+        scores = score(logits[row], token, max(0, int(rows["num_logprobs"][row])), shards)
         num_top = min(len(scores.top_ids), MAX_TOP_LOGPROBS)
         out_token[row], out_logprob[row], out_rank[row] = token, scores.logprob, scores.rank
         out_top_ids[row, :num_top] = scores.top_ids[:num_top]

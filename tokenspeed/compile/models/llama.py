@@ -56,7 +56,7 @@ def build_llama(
                     results=["adjusted_logits", "token_counts.next"])  # fmt: skip
     outputs = [tensor.name for tensor in OUTPUTS]
     b.op("sample", "sample", logits, adjusted, *SAMPLE_OPERANDS, "last_tokens",
-         results=[*outputs, "last_tokens.next"])  # fmt: skip
+         results=[*outputs, "last_tokens.next"], logprob_shards=orders.logprob_shards)  # fmt: skip
     return b.finish(outputs)
 
 
