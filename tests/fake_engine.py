@@ -242,7 +242,9 @@ class FakeEngine:
         if top is None:
             return None
         ranked = tuple((t, -0.25 * (t + 1)) for t in range(top))
-        return [None, *(TokenLogprobs(t, -math.inf if t == 1 else -3.0, 9, ranked) for t in live.prompt_ids[1:])]
+        skipped = max(1, live.params.logprob_start_len)
+        scored = (TokenLogprobs(t, -math.inf if t == 1 else -3.0, 9, ranked) for t in live.prompt_ids[skipped:])
+        return [*[None] * min(skipped, len(live.prompt_ids)), *scored]
 
     def _end(self, request_id: int, reason: FinishReason, error: str | None = None) -> None:
         live = self._live.pop(request_id)

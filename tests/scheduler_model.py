@@ -27,6 +27,7 @@ class Request:
     sampling: dict[str, Any]
     num_logprobs: int
     num_prompt_logprobs: int
+    logprob_start_len: int
     expected: list[tuple[int, str | None]]
     max_new: int
     adjustments: dict[str, Any]
@@ -36,13 +37,17 @@ class Request:
     num_flying: int = 0  # steps in flight
     num_drawn: int = 0
     num_drawing: int = 0  # in flight
-    num_prompt_rows: int = 0
+    next_prompt_row: int = 0  # its position
     drawn_at_preemption: int = -1
     slot: int = -1
 
     @property
     def penalties(self) -> tuple[float, ...]:
         return tuple(self.adjustments.get(name, off) for name, off in zip(PENALTIES, NO_PENALTIES, strict=True))
+
+    def next_row(self) -> int:
+        """Position of the next known token whose logits are needed."""
+        return self.next_prompt_row if self.next_prompt_row < len(self.prompt) - 1 else len(self.known()) - 1
 
     def known(self) -> list[int]:
         return self.prompt + [token for token, _ in self.expected[: self.num_drawn]]
@@ -67,7 +72,7 @@ class Harness:
         self.flying: list[tuple[Any, list[int]]] = []  # steps in flight, and the requests in each
         self.preempted: list[int] = []  # since the last step
         self.cached: set[int] = set()  # hashes, as the events tell
-        self.num_hits = self.num_restored = 0
+        self.num_hits = self.num_hits_with_rows = self.num_restored = 0
         self.now = 0
         self.next_id = 1
 
@@ -90,6 +95,7 @@ class Harness:
         *,
         logprobs: int = -1,
         prompt_logprobs: int = -1,
+        logprob_start_len: int = 0,
         stops: list[int],
         adjustments: dict[str, Any] | None = None,
         deadline: int | None = None,
@@ -102,6 +108,7 @@ class Harness:
             max_new_tokens=max_new,
             num_logprobs=logprobs,
             num_prompt_logprobs=prompt_logprobs,
+            logprob_start_len=logprob_start_len,
             stop_token_ids=stops,
             deadline_ns=deadline,
             **sampling,
@@ -109,7 +116,7 @@ class Harness:
             **queue,
         )
         total = len(prompt) + max_new
-        servable = total <= self.config.max_model_len
+        servable = total <= self.config.max_model_len and logprob_start_len <= len(prompt)
         servable = servable and pages_for(total, self.config.page_size) <= self.config.num_pages
         full = self.count("waiting") >= self.config.max_waiting
         try:
@@ -121,9 +128,12 @@ class Harness:
         else:
             assert servable and not full
             expected = expected_stream(prompt, seed, max_new, stops)
-            self.requests[id_] = Request(
-                id_, prompt, sampling, logprobs, prompt_logprobs, expected, max_new, adjustments or {}, deadline
-            )
+            request = Request(
+                id_, prompt, sampling, logprobs, prompt_logprobs, logprob_start_len, expected, max_new,
+                adjustments or {}, deadline,
+            )  # fmt: skip
+            request.next_prompt_row = max(0, logprob_start_len - 1) if prompt_logprobs >= 0 else len(prompt) - 1
+            self.requests[id_] = request
         self.check()
 
     def plan(self) -> bool:
@@ -261,11 +271,12 @@ class Harness:
     def check_admission(self, id_: int, cached: int, restored: int, waited: int, resumed: bool) -> None:
         request = self.requests[id_]
         assert request.state == ("preempted" if resumed else "waiting") and 0 <= waited <= self.now
-        assert cached % self.config.page_size == 0 and 0 <= restored <= cached < len(request.known())
-        if request.penalties != NO_PENALTIES or request.num_prompt_logprobs >= 0 or not self.config.prefix_index:
+        assert cached % self.config.page_size == 0 and 0 <= restored <= cached <= request.next_row()
+        if request.penalties != NO_PENALTIES or not self.config.prefix_index:
             assert cached == 0
         request.state, request.planned = "prefilling", cached
         self.num_hits += cached > 0
+        self.num_hits_with_rows += cached > 0 and request.next_prompt_row < len(request.prompt) - 1
         self.num_restored += restored > 0
 
     def check_step(self, step: Any, after: dict[int, Status]) -> list[int]:
@@ -340,11 +351,10 @@ class Harness:
             draws = True
         else:
             assert tokens == known[positions[0] : positions[-1] + 1]
-            if request.num_prompt_logprobs >= 0:
-                due = [p + 1 for p in positions if request.num_prompt_rows < p + 1 < len(request.prompt)]
-                expected += [(request.id, True, p) for p in due]
-                request.num_prompt_rows += len(due)
-                assert request.num_prompt_rows >= min(positions[-1] + 1, len(request.prompt) - 1)
+            due = [p for p in positions if request.next_prompt_row <= p < len(request.prompt) - 1]
+            expected += [(request.id, True, p + 1) for p in due]
+            request.next_prompt_row += len(due)
+            assert request.next_prompt_row >= min(positions[-1] + 1, len(request.prompt) - 1)
             draws = positions[-1] + 1 == len(known)
         if draws:
             expected.append((request.id, False, positions[-1] + 1))
@@ -428,12 +438,14 @@ def random_prompt(rng: random.Random) -> list[int]:
 
 
 def random_submit(rng: random.Random, harness: Harness) -> None:
+    prompt = random_prompt(rng)
     harness.submit(
-        random_prompt(rng),
+        prompt,
         rng.randint(1, 20),
         rng.getrandbits(64),
         logprobs=rng.choice([-1, 0, 3]),
         prompt_logprobs=rng.choice([-1, -1, -1, 0, 5]),
+        logprob_start_len=rng.choice([0, rng.randint(0, len(prompt)), len(prompt) + (rng.random() < 0.05)]),
         stops=rng.sample(range(VOCAB), rng.choice([0, 0, 0, 1])),
         adjustments=random_adjustments(rng),
         deadline=harness.now + rng.randint(0, 200) if rng.random() < 0.1 else None,

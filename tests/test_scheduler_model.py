@@ -118,10 +118,12 @@ def test_long_random_runs(max_in_flight: int) -> None:
                 getattr(harness, action)()
         harness.drain()
         seen.update(preemptions=harness.scheduler.num_preemptions, hits=harness.num_hits, restored=harness.num_restored)
+        seen["hits_with_rows"] += harness.num_hits_with_rows
         counters = harness.scheduler.counters()
         assert counters["preemptions"] == harness.scheduler.num_preemptions
         assert counters["restored_tokens"] <= counters["cached_tokens"] <= counters["prompt_tokens"]
     assert seen["preemptions"] >= 30 and seen["hits"] >= 30 and seen["restored"] >= 3
+    assert seen["hits_with_rows"] >= 3
 
 
 def config(**changes: int) -> Any:

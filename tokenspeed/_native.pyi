@@ -62,13 +62,14 @@ class SchedulerConfig:
 
 class RequestParams:
     """
-    What one request asks of the scheduler. num_logprobs and num_prompt_logprobs: -1 is none.
+    What one request asks of the scheduler. num_logprobs and num_prompt_logprobs: -1 is none;
+    logprob_start_len: positions of the prompt from here on have log-probabilities.
     bias_ids ascend; token_mask has a bit for each token of the vocabulary, or is empty.
     priority: class 0 (first) to 9. tenant: whose fair share it counts for. deadline_ns: on the
     clock of now_ns; None: none. cache_key: prefixes are shared within one.
     """
 
-    def __init__(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float, seed: int, num_logprobs: int = -1, num_prompt_logprobs: int = -1, stop_token_ids: Sequence[int] = [], repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0, bias_ids: Sequence[int] = [], bias_values: Sequence[float] = [], token_mask: Sequence[int] = [], priority: int = 0, tenant: int = 0, deadline_ns: int | None = None, cache_key: str = '') -> None: ...
+    def __init__(self, max_new_tokens: int, temperature: float, top_p: float, top_k: int, min_p: float, seed: int, num_logprobs: int = -1, num_prompt_logprobs: int = -1, stop_token_ids: Sequence[int] = [], repetition_penalty: float = 1.0, presence_penalty: float = 0.0, frequency_penalty: float = 0.0, bias_ids: Sequence[int] = [], bias_values: Sequence[float] = [], token_mask: Sequence[int] = [], priority: int = 0, tenant: int = 0, deadline_ns: int | None = None, cache_key: str = '', logprob_start_len: int = 0) -> None: ...
 
 class Step:
     """

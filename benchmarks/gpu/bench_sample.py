@@ -147,10 +147,15 @@ def sample_memory(kind: str, rows: int, vocab: int, asked: Mapping[str, Any]) ->
     return memory
 
 
+def a_request(vocab: int, rows: int) -> Request:
+    """What selection asks of the sampler for a bucket of ``rows``."""
+    return Request("sample", HOPPER, "bfloat16", {"V": vocab, "num_logit_rows": rows, "logprob_shards": 1})
+
+
 def call_sample(memory: Mapping[str, Any]) -> Callable[[], None]:
     (spec,) = sample.specs()
     rows, vocab = memory["logits"].shape
-    stages = spec.stages(Request("sample", HOPPER, "bfloat16", {"V": vocab, "num_logit_rows": rows, "logprob_shards": 1}))
+    stages = spec.stages(a_request(vocab, rows))
 
     def call() -> None:
         for stage in stages:
@@ -262,7 +267,7 @@ def bench_stages() -> list[dict[str, Any]]:
         for rows in (1, 256):
             memory = sample_memory("flat", rows, 128256, VARIANTS[name])
             call_sample(memory)()
-            stages = spec.stages(Request("sample", HOPPER, "bfloat16", {"V": 128256, "num_logit_rows": rows, "logprob_shards": 1}))
+            stages = spec.stages(a_request(128256, rows))
             times = {s.name: microseconds(lambda s=s, memory=memory: launch(s, memory), 50) for s in stages}
             results.append({"asked": name, "rows": rows, **times})
             columns = ", ".join(f"{stage} {time:.2f}" for stage, time in times.items())

@@ -350,7 +350,8 @@ void bind_config(nb::module_& m) {
       .def_ro("aging_ns", &SchedulerConfig::aging_ns, "Waiting that long makes up for one priority class; 0: never.");
 
   nb::class_<RequestParams>(m, "RequestParams",
-                            "What one request asks of the scheduler. num_logprobs and num_prompt_logprobs: -1 is none.\n"
+                            "What one request asks of the scheduler. num_logprobs and num_prompt_logprobs: -1 is none;\n"
+                            "logprob_start_len: positions of the prompt from here on have log-probabilities.\n"
                             "bias_ids ascend; token_mask has a bit for each token of the vocabulary, or is empty.\n"
                             "priority: class 0 (first) to 9. tenant: whose fair share it counts for. deadline_ns: on the\n"
                             "clock of now_ns; None: none. cache_key: prefixes are shared within one.")
@@ -360,7 +361,7 @@ void bind_config(nb::module_& m) {
              uint64_t seed, int32_t num_logprobs, int32_t num_prompt_logprobs, std::vector<int32_t> stop_token_ids,
              float repetition_penalty, float presence_penalty, float frequency_penalty, std::vector<int32_t> bias_ids,
              std::vector<float> bias_values, std::vector<int32_t> token_mask, int32_t priority, int32_t tenant,
-             std::optional<int64_t> deadline_ns, std::string cache_key) {
+             std::optional<int64_t> deadline_ns, std::string cache_key, int32_t logprob_start_len) {
             new (self) RequestParams{max_new_tokens,
                                      temperature,
                                      top_p,
@@ -369,6 +370,7 @@ void bind_config(nb::module_& m) {
                                      seed,
                                      num_logprobs,
                                      num_prompt_logprobs,
+                                     logprob_start_len,
                                      std::move(stop_token_ids),
                                      repetition_penalty,
                                      presence_penalty,
@@ -385,7 +387,7 @@ void bind_config(nb::module_& m) {
           "num_prompt_logprobs"_a = -1, "stop_token_ids"_a = nb::list(), "repetition_penalty"_a = 1.0f,
           "presence_penalty"_a = 0.0f, "frequency_penalty"_a = 0.0f, "bias_ids"_a = nb::list(),
           "bias_values"_a = nb::list(), "token_mask"_a = nb::list(), "priority"_a = 0, "tenant"_a = 0,
-          "deadline_ns"_a = nb::none(), "cache_key"_a = "");
+          "deadline_ns"_a = nb::none(), "cache_key"_a = "", "logprob_start_len"_a = 0);
 }
 
 }  // namespace

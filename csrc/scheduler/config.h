@@ -49,7 +49,8 @@ struct RequestParams {
   float min_p;
   uint64_t seed;
   int32_t num_logprobs = -1;         // -1: none
-  int32_t num_prompt_logprobs = -1;  // -1: none; else every prompt token but the last gets a logit row
+  int32_t num_prompt_logprobs = -1;  // -1: none; else prompt tokens get logit rows, from logprob_start_len - 1 on
+  int32_t logprob_start_len = 0;     // positions of the prompt from here on have log-probabilities, but for the first
   std::vector<int32_t> stop_token_ids = {};
 
   // What is asked of the logits before a draw; passed through unread as well.
@@ -69,9 +70,14 @@ struct RequestParams {
     return repetition_penalty != 1.0f || presence_penalty != 0.0f || frequency_penalty != 0.0f;
   }
   bool adjusts_draws() const noexcept { return has_penalties() || !bias_ids.empty() || !token_mask.empty(); }
-  // Whether it may begin behind cached pages. Who asks for log-probabilities of its prompt needs all of the prompt
-  // computed, and penalties count its tokens as they are.
-  bool may_skip_prompt() const noexcept { return num_prompt_logprobs < 0 && !has_penalties(); }
+  // Whether it may begin behind cached pages: penalties count tokens of the prompt as they are computed.
+  bool may_skip_prompt() const noexcept { return !has_penalties(); }
+  // Where the first logit row of a prompt of `num_prompt` tokens stands, whose target is the next token; num_prompt - 1
+  // where there is none.
+  int32_t first_prompt_row(int32_t num_prompt) const noexcept {
+    if (num_prompt_logprobs < 0) return num_prompt - 1;
+    return logprob_start_len == 0 ? 0 : logprob_start_len - 1;
+  }
 };
 
 }  // namespace tokenspeed::scheduler

@@ -123,9 +123,7 @@ Held Scheduler::measure(const PlannedStep& plan, const Request& request, Candida
   const int32_t to_be_had = prefixes_.num_available();
   if (short_of_pages_ == &request && to_be_had <= pages_had_) return Held::Pages;
 
-  const int32_t most = config_.prefix_index && request.params.may_skip_prompt()
-                           ? (request.num_tokens - 1) / config_.page_size  // the last token is always computed
-                           : 0;
+  const int32_t most = config_.prefix_index ? request.most_cached() / config_.page_size : 0;
   candidate.found = prefixes_.find(request.params.cache_key, request.tokens, most);
   const int32_t begin = candidate.found.num_pages * config_.page_size;
   const int32_t end = chunk_end(plan, request, begin);
@@ -226,13 +224,12 @@ int32_t Scheduler::chunk_end(const PlannedStep& plan, const Request& request, in
   const int32_t num_tokens = request.num_tokens;
   const int32_t by_tokens = begin + config_.max_prefill_tokens - plan.step->num_tokens;
 
-  // Prompt rows stand at positions first_row .. num_prompt-2, the draw at the last known token.
+  // Prompt rows stand at positions next_prompt_row .. num_prompt-2, the draw at the last known token.
   const int32_t rows_left = config_.max_logit_rows - plan.step->num_logit_rows;
-  const int32_t first_row = request.params.num_prompt_logprobs >= 0 ? request.num_prompt_rows : request.num_prompt - 1;
-  const int32_t num_prompt_rows = request.num_prompt - 1 - first_row;
+  const int32_t num_prompt_rows = request.num_prompt - 1 - request.next_prompt_row;
   int32_t by_rows = num_tokens;
   if (rows_left == num_prompt_rows) by_rows = num_tokens - 1;
-  if (rows_left < num_prompt_rows) by_rows = first_row + rows_left;
+  if (rows_left < num_prompt_rows) by_rows = request.next_prompt_row + rows_left;
   return std::min({num_tokens, by_tokens, by_rows});
 }
 
@@ -243,13 +240,10 @@ void Scheduler::add_chunk(PlannedStep& plan, Request& request, int32_t begin, in
   const int32_t first_token_row = step.num_tokens;
   step.add_chunk(std::span(request.tokens).subspan(static_cast<size_t>(begin), static_cast<size_t>(end - begin)), begin,
                  page_row(slot, config_.pages_for(end)));
-  if (request.params.num_prompt_logprobs >= 0) {
-    const int32_t rows_end = std::min(end, request.num_prompt - 1);
-    for (int32_t p = request.num_prompt_rows; p < rows_end; ++p) {
-      step.add_prompt_row(request.id, request.params, first_token_row + p - begin, p + 1,
-                          request.tokens[static_cast<size_t>(p + 1)]);
-    }
-    request.num_prompt_rows = std::max(request.num_prompt_rows, rows_end);
+  const int32_t rows_end = std::min(end, request.num_prompt - 1);
+  for (int32_t& p = request.next_prompt_row; p < rows_end; ++p) {
+    step.add_prompt_row(request.id, request.params, first_token_row + p - begin, p + 1,
+                        request.tokens[static_cast<size_t>(p + 1)]);
   }
   int32_t draw_row = -1;
   if (end == request.num_tokens) draw_row = step.add_draw_row(request.id, request.params, end, slot);

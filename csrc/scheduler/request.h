@@ -35,6 +35,7 @@ struct Request : HotRequest, QueueEntry {
     tokens = std::move(prompt);
     num_tokens = num_prompt;
     most_tokens = num_prompt + params.max_new_tokens;
+    next_prompt_row = params.first_prompt_row(num_prompt);
     const auto& stops = params.stop_token_ids;
     if (stops.size() <= kNearStops) std::copy(stops.begin(), stops.end(), near_stops.begin());
   }
@@ -44,7 +45,7 @@ struct Request : HotRequest, QueueEntry {
   const int32_t num_prompt;
   int32_t lane = -1;                  // its place among the decodes, or -1
   int32_t num_positions = 0;          // of chunks, in pages once every planned step has run; in a lane it is there
-  int32_t num_prompt_rows = 0;        // prompt rows planned so far; they are never asked again
+  int32_t next_prompt_row = 0;        // where the next one stands, or num_prompt - 1; a row is asked once
   int32_t num_tokens_preempted = -1;  // num_tokens when it was preempted last
   bool publishes = false;             // its full pages go to the prefix index
   int64_t waits_since_ns = 0;
@@ -56,6 +57,11 @@ struct Request : HotRequest, QueueEntry {
     if (near_stops.front() >= 0) return false;
     const auto& stops = params.stop_token_ids;
     return stops.size() > kNearStops && std::find(stops.begin(), stops.end(), token) != stops.end();
+  }
+  // How many of its first tokens need not be computed where they are cached: all before the next one with a logit row.
+  int32_t most_cached() const noexcept {
+    if (!params.may_skip_prompt()) return 0;
+    return next_prompt_row < num_prompt - 1 ? next_prompt_row : num_tokens - 1;
   }
   bool was_preempted() const noexcept { return num_tokens_preempted >= 0; }
   // It has drawn a token since it was preempted, so it may be preempted again.

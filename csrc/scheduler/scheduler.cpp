@@ -85,6 +85,10 @@ void Scheduler::check_request(int64_t request_id, const std::vector<int32_t>& pr
   if (params.max_new_tokens < 1) refuse("need max_new_tokens 1 or more, have " + std::to_string(params.max_new_tokens));
   const auto negative = std::find_if(prompt.begin(), prompt.end(), [](int32_t token) { return token < 0; });
   if (negative != prompt.end()) refuse("need token ids 0 or more, have " + std::to_string(*negative));
+  if (params.logprob_start_len < 0 || static_cast<size_t>(params.logprob_start_len) > prompt.size()) {
+    refuse("need logprob_start_len 0 to " + std::to_string(prompt.size()) + ", the length of the prompt, have " +
+           std::to_string(params.logprob_start_len));
+  }
   check_adjustments(params, config_, refuse);
   if (params.priority < 0 || params.priority >= kNumPriorities) {
     refuse("need a priority of 0 to " + std::to_string(kNumPriorities - 1) + ", have " +

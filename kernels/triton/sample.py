@@ -14,10 +14,10 @@ The semantics are those of tokenspeed/compile/sampler.py. Launches share a works
   is ranked here: how many tokens come before it among the logits as they came from the model.
 
 A row takes the branches of what it asks for. It is cut into the same chunks in every bucket, so its sums have one
-order. Where the vocabulary is folded in parts, a part's blocks are added in one order and the parts in float32, the first
-first, as ranks would be that hold one each (compile/sampler.py: log_sum). Scores of a draw are float32: a draw differs
-from the reference's, which is float64, only where the two best scores are within about 1e-6 of each other, and a keep
-set only where top_p or min_p falls that close to a token.
+order. Where the vocabulary is folded in parts, a part's blocks are added in one order and the parts in float32, the
+first first, as ranks would be that hold one each (compile/sampler.py: log_sum). Scores of a draw are float32: a draw
+differs from the reference's, which is float64, only where the two best scores are within about 1e-6 of each other, and
+a keep set only where top_p or min_p falls that close to a token.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ inline void SchedulerModel::check_admission(const Admission& a) {
   require(a.is_resumed == (r.state == State::Preempted), "an admission tells whether it is the first");
   require(a.waited_ns == now_ns_ - r.since_ns, "an admission tells how long the request has waited");
   const int32_t cached = a.num_cached_tokens, restored = a.num_restored_tokens;
-  require(cached % config_.page_size == 0 && cached < r.num_known(), "whole pages are hit, and never the last token");
+  require(cached % config_.page_size == 0 && cached <= r.next_row(), "whole pages are hit, and no token with a logit row");
   require(restored % config_.page_size == 0 && restored <= cached, "what is restored is part of the hit");
   require(cached == 0 || (config_.prefix_index && r.params.may_skip_prompt()), "a hit is for those who may have it");
   require(restored == 0 || config_.num_host_pages > 0, "pages are restored from a host tier");
@@ -69,6 +69,7 @@ inline void SchedulerModel::check_admission(const Admission& a) {
   r.planned = cached;
   r.oldest_weights = weights_;
   stats.hits += cached > 0;
+  stats.hits_with_rows += cached > 0 && r.next_row() < r.num_prompt - 1;
   stats.restored += restored > 0;
 }
 

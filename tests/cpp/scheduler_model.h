@@ -37,8 +37,8 @@ struct ModelRequest {
   int32_t planned = 0;           // positions
   int32_t drawing = 0;           // draws in flight
   int32_t flying = 0;            // steps
-  int32_t rows_planned = 0;      // prompt rows
-  int32_t rows_done = 0;
+  int32_t rows_planned = 0;      // position of the prompt row that comes next
+  int32_t rows_done = 0;         // and of the one that has not run
   int32_t known_at_preemption = -1;
   int64_t oldest_weights = 0;
 
@@ -49,6 +49,11 @@ struct ModelRequest {
   int32_t num_known() const { return static_cast<int32_t>(known.size()); }
   int32_t most() const { return num_prompt + params.max_new_tokens; }
   // A decode of it could be planned now, if there are pages.
+  // The next known token that must be computed, for its logits.
+  int32_t next_row() const {
+    const bool has_rows = params.num_prompt_logprobs >= 0 && rows_planned < num_prompt - 1;
+    return has_rows ? rows_planned : num_known() - 1;
+  }
   bool can_decode() const { return state == State::Running && !is_prefilling && planned < most() - 1; }
   void learn(int32_t token) {
     contexts.push_back(absorb(contexts.empty() ? 0 : contexts.back(), token, key));
@@ -60,7 +65,7 @@ struct ModelRequest {
 
 struct ModelStats {
   int64_t operations = 0, steps = 0, tokens = 0, ends = 0, preemptions = 0, hits = 0, restored = 0, failures = 0,
-          expired = 0, flushes = 0, drops = 0, refusals = 0, moves = 0, broken = 0, evictions = 0, retired = 0;
+          expired = 0, flushes = 0, hits_with_rows = 0, drops = 0, refusals = 0, moves = 0, broken = 0, evictions = 0, retired = 0;
 };
 
 class SchedulerModel {
@@ -72,7 +77,8 @@ class SchedulerModel {
   void submit(std::vector<int32_t> prompt, RequestParams params, int32_t key) {
     params.cache_key = key == 0 ? "" : "adapter " + std::to_string(key);
     const int32_t total = static_cast<int32_t>(prompt.size()) + params.max_new_tokens;
-    const bool servable = total <= config_.max_model_len && config_.pages_for(total) <= config_.num_pages;
+    const bool servable = total <= config_.max_model_len && config_.pages_for(total) <= config_.num_pages &&
+                          params.logprob_start_len <= static_cast<int32_t>(prompt.size());
     const bool has_place = count(State::Waiting) < config_.max_waiting;
     const int64_t id = next_id_++;
     bool refused = false;
@@ -93,6 +99,7 @@ class SchedulerModel {
            .key = key, .since_ns = now_ns_, .contexts = {}, .counts = {}};
       r.asked = asked_by(r.params).hash();
       for (const int32_t token : prompt) r.learn(token);
+      r.rows_planned = r.rows_done = std::min(std::max(0, r.params.logprob_start_len - 1), r.num_prompt - 1);
       last_prompt_ = std::move(prompt);
     }
     check();

@@ -95,6 +95,28 @@ TEST(prompt_rows_are_limited_by_the_logit_rows_left) {
   CHECK((head(step->logit_rows, 3) == Ints{0, 1, 2}));
 }
 
+TEST(chunks_before_the_first_prompt_row_need_no_logit_rows) {
+  SchedulerConfig config = small();
+  config.max_prefill_tokens = 7;
+  Scheduler s(config);
+  RequestParams params = wants(2);
+  params.num_prompt_logprobs = 0;
+  params.logprob_start_len = 9;
+  s.submit(1, prompt(12), params);
+  const Step* step = s.next_step();
+  CHECK((lens(step) == Ints{7} && step->num_logit_rows == 0));
+  commit(s, step);
+  step = s.next_step();
+  CHECK((lens(step) == Ints{12} && head(step->logit_rows, 4) == Ints{1, 2, 3, 4}));
+  CHECK((head(step->logit_target, 4) == Ints{109, 110, 111, -1}) && step->num_logit_rows == 4);
+  commit(s, step, 1);
+  for (const int32_t start : {13, -1}) {
+    params.logprob_start_len = start;
+    const std::string need = "request 2: need logprob_start_len 0 to 12, the length of the prompt, have ";
+    CHECK(error_of([&] { s.submit(2, prompt(12), params); }) == need + std::to_string(start));
+  }
+}
+
 TEST(the_youngest_is_preempted_and_recomputed_without_emitting_again) {
   SchedulerConfig config = small();
   config.num_pages = 5;

@@ -102,6 +102,53 @@ TEST(a_preempted_request_hits_its_own_pages) {
   CHECK(commit(s, step, 303)[0].token == 303);
 }
 
+// What is cached is skipped up to the first token whose logits are needed: one before logprob_start_len.
+TEST(prompt_rows_begin_behind_cached_pages) {
+  Scheduler s(cached());
+  serve(s, 1, prompt(14));
+  RequestParams rows = wants(1);
+  rows.num_prompt_logprobs = 0;
+  const auto cached_from = [&](int32_t start) {
+    rows.logprob_start_len = start;
+    return cached_tokens(s, prompt(14), rows);
+  };
+  CHECK(cached_from(0) == 0 && cached_from(1) == 0 && cached_from(4) == 0 && cached_from(5) == 4);
+  CHECK(cached_from(8) == 4 && cached_from(9) == 8 && cached_from(12) == 8 && cached_from(13) == 12);
+  CHECK(cached_from(14) == 12);  // none is asked: the token that draws is computed, as ever
+  rows.logprob_start_len = 10;
+  rows.max_new_tokens = 2;
+  s.submit(2, prompt(14), rows);
+  const Step* step = s.next_step();
+  CHECK(hit(step) == std::pair(8, 0) && (head(step->positions, 6) == Ints{8, 9, 10, 11, 12, 13}));
+  CHECK(step->num_logit_rows == 5 && (head(step->logit_rows, 5) == Ints{1, 2, 3, 4, 5}));
+  CHECK((head(step->logit_target, 5) == Ints{110, 111, 112, 113, -1}));
+}
+
+TEST(who_asks_for_prompt_rows_publishes_its_pages) {
+  Scheduler s(cached());
+  RequestParams rows = wants(1);
+  rows.num_prompt_logprobs = 3;
+  serve(s, 1, prompt(9), rows);
+  CHECK(cached_tokens(s, prompt(9)) == 8);
+}
+
+// Preempted halfway through its prompt rows, a request goes on from the next one, behind what is cached.
+TEST(prompt_rows_go_on_where_they_were) {
+  SchedulerConfig config = cached();
+  config.max_logit_rows = 6;
+  Scheduler s(config);
+  RequestParams rows = wants(2);
+  rows.num_prompt_logprobs = 0;
+  s.submit(1, prompt(10), rows);
+  const Step* step = s.next_step();
+  CHECK(step->num_logit_rows == 6 && (lens(step) == Ints{6}));
+  commit(s, step, 0);
+  CHECK(s.preempt(1));
+  step = s.next_step();
+  CHECK(hit(step) == std::pair(4, 0) && (head(step->positions, 6) == Ints{4, 5, 6, 7, 8, 9}));
+  CHECK((head(step->logit_target, 4) == Ints{107, 108, 109, -1}) && (head(step->logit_rows, 4) == Ints{2, 3, 4, 5}));
+}
+
 TEST(prompt_logprobs_and_penalties_compute_the_whole_prompt) {
   SchedulerConfig config = cached();
   config.vocab_size = 1000;

@@ -62,7 +62,7 @@ std::vector<int32_t> random_prompt(Dice& dice, const SchedulerModel& model) {
   return prompt;
 }
 
-RequestParams random_params(Dice& dice, const SchedulerModel& model) {
+RequestParams random_params(Dice& dice, const SchedulerModel& model, int32_t num_prompt) {
   RequestParams p{};
   p.max_new_tokens = dice.once_in(4) ? dice.roll(1, 2) : dice.roll(1, 20);
   p.temperature = static_cast<float>(dice.roll(0, 3)) / 2;
@@ -72,6 +72,7 @@ RequestParams random_params(Dice& dice, const SchedulerModel& model) {
   p.seed = dice.any();
   p.num_logprobs = dice.once_in(3) ? dice.roll(0, 5) : -1;
   p.num_prompt_logprobs = dice.once_in(6) ? dice.roll(0, 5) : -1;
+  if (dice.once_in(2)) p.logprob_start_len = dice.roll(0, num_prompt + dice.once_in(40));
   const int32_t num_stops = dice.once_in(3) ? dice.roll(1, 5) : 0;
   for (int32_t i = 0; i < num_stops; ++i) p.stop_token_ids.push_back(dice.roll(0, kVocab - 1));
   if (dice.once_in(8)) p.repetition_penalty = 1.5f;
@@ -111,7 +112,10 @@ void operate(Dice& dice, SchedulerModel& model, const Weights& w) {
   int32_t at = dice.roll(1, w.submit + w.plan + w.commit + w.fail + w.abort + w.preempt + w.pass + w.flush + w.drop +
                                 w.warm);
   const auto is = [&at](int32_t weight) { return (at -= weight) <= 0 && at > -weight; };
-  if (is(w.submit)) model.submit(random_prompt(dice, model), random_params(dice, model), dice.once_in(4));
+  if (is(w.submit)) {
+    const std::vector<int32_t> prompt = random_prompt(dice, model);
+    model.submit(prompt, random_params(dice, model, static_cast<int32_t>(prompt.size())), dice.once_in(4));
+  }
   if (is(w.plan)) model.plan();
   if (is(w.commit) && model.has_flying()) {
     w.fail > 1 && model.oldest_moves_pages() && dice.once_in(3) ? model.fail() : model.commit();
@@ -160,7 +164,8 @@ TEST(random_use) {
         &ModelStats::operations, &ModelStats::steps,    &ModelStats::tokens,  &ModelStats::ends,
         &ModelStats::preemptions, &ModelStats::hits,    &ModelStats::restored, &ModelStats::failures,
         &ModelStats::expired,    &ModelStats::flushes,  &ModelStats::drops,   &ModelStats::refusals,
-        &ModelStats::moves,      &ModelStats::broken,   &ModelStats::evictions, &ModelStats::retired};
+        &ModelStats::moves,      &ModelStats::broken,   &ModelStats::evictions, &ModelStats::retired,
+        &ModelStats::hits_with_rows};
     for (const auto field : kFields) all.*field += one.*field;
     if (tokenspeed::testing::failures() > 5) break;
   }
@@ -169,10 +174,11 @@ TEST(random_use) {
   show("preemptions", all.preemptions), show("hits", all.hits), show("restored", all.restored);
   show("failures", all.failures), show("broken", all.broken), show("expired", all.expired);
   show("flushes", all.flushes), show("drops", all.drops), show("refusals", all.refusals);
-  show("moves", all.moves), show("evictions", all.evictions), show("retired", all.retired);
+  show("with rows", all.hits_with_rows), show("moves", all.moves), show("evictions", all.evictions), show("retired", all.retired);
   // All of it must have happened, or nothing was shown.
   const int64_t rarest = std::min({all.ends, all.preemptions, all.hits, all.restored, all.failures, all.expired,
-                                   all.flushes, all.drops, all.refusals, all.moves, all.retired});
+                                   all.flushes, all.drops, all.refusals, all.moves, all.retired,
+                                   all.hits_with_rows});
   CHECK(rarest > asked / 20'000);
   CHECK(asked < 1'000'000 || all.broken > 0);  // the rarest by far: see test_scheduler.cpp
 }

@@ -200,7 +200,9 @@ class Engine:
         seed = settled_seed(params, seed)
         native = request_params(params, options, seed, self.tokenizer.eos_token_ids, self.info.vocab_size)
         asks_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
-        prompt_logprobs: list[TokenLogprobs | None] | None = None if params.prompt_logprobs is None else [None]
+        prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [None] * max(1, params.logprob_start_len)  # nothing comes before the first token
         with self._wake:
             if self._closing:
                 raise EngineClosedError("the engine is shutting down and takes no new requests")

@@ -13,7 +13,9 @@ class SamplingParams:
 
     ``temperature`` 0 is greedy (lowest token id on exact ties). ``top_k`` 0 or -1 is off.
     ``seed`` None draws a fresh seed at submit. ``logprobs`` k reports the drawn token's log-probability
-    and the k likeliest (0: only the drawn one; None: nothing); ``prompt_logprobs`` likewise for the prompt.
+    and the k likeliest (0: only the drawn one; None: nothing); ``prompt_logprobs`` likewise for the prompt, from
+    position ``logprob_start_len`` on (SGLang's name; at most the prompt's length, where none is left). What lies before
+    it need not be computed where it is cached.
 
     Logits are adjusted before a draw, in this order: ``logit_bias`` (token id -> added); ``repetition_penalty`` divides
     positive logits of tokens in prompt or output, and multiplies others (1 is off); ``frequency_penalty`` times how
@@ -33,6 +35,7 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    logprob_start_len: int = 0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
@@ -93,7 +96,7 @@ class EngineEvent:
     One per token and request: not frozen, which would make it several times as slow to make. Nobody changes it.
 
     ``logprobs`` is parallel to ``token_ids`` when they were asked for. ``prompt_logprobs`` has one entry
-    per prompt token, the first of which is None. With the first token, ``cached_tokens`` is how many tokens of the
+    per prompt token; the first is None, and so are those before logprob_start_len. With the first token, ``cached_tokens`` is how many tokens of the
     prompt were not computed, since their keys and values were in the prefix index, and ``queue_seconds`` how long it
     waited before it ran. After an event with ``finish_reason`` none follows.
     """

@@ -64,6 +64,12 @@ def resolve(prompt_ids: Sequence[int], params: SamplingParams, limits: Limits) -
     """
     check_params(params, limits)
     check_prompt(prompt_ids, limits)
+    if params.logprob_start_len > len(prompt_ids):
+        raise RequestError(
+            f"logprob_start_len must be at most the prompt's {len(prompt_ids)} tokens; got {params.logprob_start_len}",
+            param="logprob_start_len",
+            hint="count the tokens of the prompt as it is sent, those of a chat template among them",
+        )
     room = limits.max_model_len - len(prompt_ids)
     if params.max_tokens is None:
         return replace(params, max_tokens=room)
@@ -113,6 +119,13 @@ def check_params(params: SamplingParams, limits: Limits) -> None:
     for name, value in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
         if value is not None:
             _integer(name, value, 0, limits.max_top_logprobs)
+    _integer("logprob_start_len", params.logprob_start_len, 0, None)
+    if params.logprob_start_len > 0 and params.prompt_logprobs is None:
+        raise RequestError(
+            "logprob_start_len needs prompt_logprobs: it says where they begin",
+            param="logprob_start_len",
+            hint="set prompt_logprobs too, or leave both out",
+        )
     _check_stops(params, limits)
     _check_penalties(params, limits)
     if params.logit_bias is not None:

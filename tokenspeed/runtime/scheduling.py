@@ -81,6 +81,7 @@ def request_params(
         seed=seed,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         num_prompt_logprobs=-1 if params.prompt_logprobs is None else params.prompt_logprobs,
+        logprob_start_len=params.logprob_start_len,
         stop_token_ids=sorted(stop_ids),
         repetition_penalty=params.repetition_penalty,
         presence_penalty=params.presence_penalty,
