@@ -415,7 +415,7 @@ class Simulator:
     @property
     def now_ns(self) -> int: ...
 
-KERNEL_ABI: int = 4
+KERNEL_ABI: int = 5
 
 class GraphError(Exception):
     pass

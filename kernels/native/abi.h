@@ -50,7 +50,7 @@ struct KernelEntry {
 
 // Bumped whenever a kernel's arguments, layouts or bits change; an artifact records the one it was built
 // against, and the loader refuses any other.
-inline constexpr uint32_t kKernelAbi = 4;
+inline constexpr uint32_t kKernelAbi = 5;
 
 // Every kernel of the library, sorted by symbol. (table.cpp)
 std::span<const KernelEntry> kernel_table() noexcept;
