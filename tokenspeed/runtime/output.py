@@ -30,8 +30,8 @@ class RequestOutput:
         text: new text; what may be part of a stop string or of a character is held back.
         token_ids: new tokens, a stop token included, whether or not their text is out yet.
         logprobs: parallel to ``token_ids`` when asked for.
-        prompt_logprobs: one entry per prompt token, in the first output only; the first is None, and so are those before
-            logprob_start_len.
+        prompt_logprobs: one entry per prompt token, in the first output only; the first is None, and so are those
+            before logprob_start_len.
         cached_tokens: tokens of the prompt that the prefix index had, so that they were not computed; in the first
             output only, and None when no token was drawn.
         queue_seconds: how long it waited before it ran, in the first output only.
