@@ -82,8 +82,6 @@ def _place(
     if device.type == "cpu":
         section = choose_target(artifact.manifest, runnable_targets(), wanted)
         return section, CpuPlace(threads, pin=False)
-    if device.type != "cuda":
-        raise UsageError(f"the model is on {device}; it must be on the CPU or on a GPU")
     section, place = choose_place(artifact.manifest, wanted, device.index or 0)
     if isinstance(place, CpuPlace):
         raise UsageError(f"the model is on {device}, and the target {section.target} runs on the CPU")

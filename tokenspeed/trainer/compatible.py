@@ -117,6 +117,8 @@ def _check_parameters(model: nn.Module, program: Program) -> dict[str, nn.Parame
         if name not in need:
             raise UsageError(f"the model has a parameter {name}, which the artifact does not compute with")
     first = next(iter(need))
+    if have[first].device.type not in ("cpu", "cuda"):
+        raise UsageError(f"the model is on {have[first].device}; it must be on the CPU or on a GPU")
     for name in need:
         if have[name].device != have[first].device:
             raise UsageError(

@@ -99,7 +99,7 @@ class Runner:
             self._resident = (scored, chunk)
 
     def _places(self, scored: Scored, chunk: Chunk) -> tuple[Tensor, Tensor]:
-        ids = scored.batch.ids[chunk.begin : chunk.end].long()
+        ids = scored.batch.ids[chunk.begin : chunk.end]
         positions = torch.cat([torch.arange(piece.start, piece.end) for piece in chunk.pieces])
         return ids.to(self._device), positions.to(self._device)
 
@@ -131,7 +131,7 @@ class Runner:
         if dlogprobs is None:
             assert dlogits is not None
             return formulas.wide(dlogits[rows]).clone()
-        targets = scored.batch.targets[rows].long().to(self._device)
+        targets = scored.batch.targets[rows].to(self._device)
         grad = formulas.log_probability(dlogprobs[rows], logits, targets)
         return grad if dlogits is None else grad.add_(dlogits[rows])
 

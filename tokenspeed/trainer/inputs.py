@@ -50,7 +50,7 @@ class Asked:
 
 @dataclass(frozen=True)
 class _Sequences:
-    """int32[N] ids on the CPU, one sequence after another; for each the place of its token in the caller's tensor."""
+    """int64[N] ids on the CPU, one sequence after another; for each the place of its token in the caller's tensor."""
 
     ids: Tensor
     lengths: tuple[int, ...]
@@ -95,15 +95,15 @@ def for_logits(
     sequences = _padded(input_ids, attention_mask)
     _check_positions(sequences, position_ids, input_ids.shape)
     count, not_first = len(sequences.ids), sequences.not_first()
-    targets = torch.zeros(count, dtype=torch.int32)
+    targets = torch.zeros(count, dtype=torch.long)
     counted = None
     if labels is not None:
         if labels.shape != input_ids.shape:
             raise UsageError(f"labels are {list(labels.shape)}; they must be {list(input_ids.shape)}, as input_ids are")
-        own = labels.cpu().flatten()[sequences.index]
+        own = labels.cpu().flatten()[sequences.index].long()
         counted = torch.zeros(count, dtype=torch.bool)
         counted[:-1] = not_first[1:] & (own[1:] != IGNORED_LABEL)
-        targets[:-1][counted[:-1]] = own[1:][counted[:-1]].int()
+        targets[:-1][counted[:-1]] = own[1:][counted[:-1]]
     wanted = torch.ones(count, dtype=torch.bool)
     if not (isinstance(keep, int) and keep == 0):
         row = torch.arange(input_ids.shape[1])
@@ -136,7 +136,7 @@ def _padded(input_ids: Tensor, attention_mask: Tensor | None) -> _Sequences:
                 " with padding on its left or right"
             )
     (index,) = torch.nonzero(present.flatten(), as_tuple=True)
-    return _Sequences(input_ids.cpu().flatten()[index].int(), tuple(lengths.tolist()), index)
+    return _Sequences(input_ids.cpu().flatten()[index].long(), tuple(lengths.tolist()), index)
 
 
 def _packed(input_ids: Tensor, cu_seqlens: Tensor | Sequence[int]) -> _Sequences:
@@ -150,7 +150,7 @@ def _packed(input_ids: Tensor, cu_seqlens: Tensor | Sequence[int]) -> _Sequences
         raise UsageError(
             f"cu_seqlens must rise from 0 to the {len(input_ids)} tokens of input_ids, by at least one token a sequence"
         )
-    return _Sequences(input_ids.cpu().int(), tuple(lengths.tolist()), torch.arange(len(input_ids)))
+    return _Sequences(input_ids.cpu().long(), tuple(lengths.tolist()), torch.arange(len(input_ids)))
 
 
 def _check_positions(sequences: _Sequences, position_ids: Tensor | None, shape: torch.Size) -> None:

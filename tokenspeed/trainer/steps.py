@@ -16,10 +16,10 @@ class Batch:
     """Sequences, one after another.
 
     Attributes:
-        ids: int32[N], token ids, on the CPU.
+        ids: int64[N], token ids, on the CPU.
         lengths: tokens of each sequence, at least 1 each; N in all.
         rows: int64[R], ascending: tokens after which the next one is asked.
-        targets: int32[R]: the token whose log-probability is asked there.
+        targets: int64[R]: the token whose log-probability is asked there.
     """
 
     ids: torch.Tensor
