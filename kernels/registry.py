@@ -19,6 +19,7 @@ from math import prod
 from typing import Any, Protocol, TypeAlias
 
 from tokenspeed.errors import SelectionError
+from tokenspeed.kernels.equivalence import ClassProof
 from tokenspeed.kernels.library import LibraryKernel
 from tokenspeed.target import Target
 
@@ -267,7 +268,8 @@ class KernelSpec:
         bitwise_class: kernels of one class give equal bits for equal rows; each is alone in its own by default.
         launches: for a GPU, the launches that serve a request; None for one call of ``symbol`` with ``arguments``.
         unavailable: why this build cannot make it, whatever is asked; empty if it can.
-        unproven: says why what the kernel guarantees is not proven for a request, or None if it is or needs no proof.
+        proof: what keeps the kernel to choices that were proven bitwise equal (kernels/equivalence.py); None if there
+            is nothing to choose or to prove.
     """
 
     op: str
@@ -288,7 +290,7 @@ class KernelSpec:
     unavailable: str = ""
     rank: int = 0
     alias: str = ""
-    unproven: Callable[[Request], str | None] | None = None
+    proof: ClassProof | None = None
 
     def __post_init__(self) -> None:
         assert self.solution in SOLUTIONS, self.solution
@@ -313,7 +315,18 @@ class KernelSpec:
 
     def stages(self, request: Request) -> tuple[Stage, ...]:
         """What runs, in order, to serve ``request``, which this kernel accepts."""
+        if self.proof is not None:
+            return self.proof.choose(request).stages
         return (Stage(self.symbol, self.arguments),) if self.launches is None else self.launches(request)
+
+    def unproven(self, request: Request) -> str | None:
+        """Why no proof covers what would serve ``request``; None if one does, or none is needed."""
+        try:
+            if self.proof is not None:
+                self.proof.choose(request)
+        except LookupError as e:
+            return str(e.args[0])
+        return None
 
 
 @dataclass(frozen=True)
@@ -362,17 +375,23 @@ SAMPLER_FEATURES = frozenset({"canonical_ties", "request_keyed_draws"})
 request's seed and its position alone."""
 
 
-def fixed_order(specs: Iterable[KernelSpec]) -> Iterator[KernelSpec]:
+def fixed_order(specs: Iterable[KernelSpec], proofs: Mapping[str, ClassProof] | None = None) -> Iterator[KernelSpec]:
     """``specs``, and for each of them that declares FIXED_ORDER the same kernel as one of solution ``aok``.
 
     That is of band REFERENCE, so nobody gets it who does not ask for the solution. Within the band the kernels keep
-    the order that they have among themselves: the best for a target still wins.
+    the order that they have among themselves: the best for a target still wins. ``proofs``: by kind of op, what keeps
+    its kernels to a proven class.
     """
     for spec in specs:
         yield spec
         if spec.features >= FIXED_ORDER:
             yield replace(
-                spec, solution="aok", alias=f"aok:{spec.name}", band=Band.REFERENCE, rank=int(spec.band) + spec.rank
+                spec,
+                solution="aok",
+                alias=f"aok:{spec.name}",
+                band=Band.REFERENCE,
+                rank=int(spec.band) + spec.rank,
+                proof=(proofs or {}).get(spec.op),
             )
 
 
@@ -428,7 +447,7 @@ def _refusals(spec: KernelSpec, request: Request) -> tuple[str, ...]:
         problem = constraint.problem(request.sizes)
         if problem is not None:
             reasons.append(f"sizes: {problem}")
-    if spec.unproven is not None and not reasons and (problem := spec.unproven(request)) is not None:
+    if not reasons and (problem := spec.unproven(request)) is not None:
         reasons.append(f"proof: {problem}")
     return tuple(reasons)
 
@@ -464,6 +483,9 @@ def _no_kernel_text(request: Request, candidates: Sequence[Candidate]) -> str:
 
 
 def _hint(request: Request, candidates: Sequence[Candidate]) -> str:
+    if any(reason.startswith("proof: ") for c in candidates for reason in c.reasons):
+        return "prove the kernels on such a device (docs/equivalence.md), choose a target that has proofs, or build with"\
+               " --numerics auto"  # fmt: skip
     if request.solution is not None:
         have = sorted({c.spec.solution for c in candidates})
         return f"pin op {request.op!r} to {' or '.join(have)}, or pin nothing" if have else "pin another solution"

@@ -9,6 +9,7 @@ from functools import cache
 
 from tokenspeed.kernels.registry import Registry, fixed_order
 from tokenspeed.kernels.triton import adjust, attention, embedding, gather, linear, norm, rope, sample
+from tokenspeed.kernels.triton.proofs import PROOFS
 
 FAMILIES = (embedding, norm, linear, rope, attention, gather, adjust, sample)
 """In the order in which a step runs them."""
@@ -18,4 +19,4 @@ FAMILIES = (embedding, norm, linear, rope, attention, gather, adjust, sample)
 def triton_registry() -> Registry:
     """All Triton kernels, and the same as solution ``aok``. The registry is immutable, so every caller gets the same
     one."""
-    return Registry(fixed_order(spec for family in FAMILIES for spec in family.specs()))
+    return Registry(fixed_order((spec for family in FAMILIES for spec in family.specs()), PROOFS))

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tokenspeed.errors import SelectionError
+from tokenspeed.kernels.equivalence import Choice
 from tokenspeed.kernels.native_specs import FEATURES, attention_workspace, native_registry, native_specs
 from tokenspeed.kernels.registry import (
     FIXED_ORDER,
@@ -189,10 +190,18 @@ def test_samplers_declare_what_they_promise_of_ties_and_draws() -> None:
     assert not any(promised & s.features for s in native_specs() if s.op != "sample")
 
 
+class NoProof:
+    def key(self, request: Request) -> dict[str, int]:
+        return {}
+
+    def choose(self, request: Request) -> Choice:
+        raise LookupError(f"need N to be 8, have {request.sizes['N']}")
+
+
 def test_a_kernel_whose_guarantee_is_not_proven_says_so() -> None:
-    doubtful = replace(PLAIN, unproven=lambda request: f"need N to be 8, have {request.sizes['N']}")
-    with pytest.raises(SelectionError, match="plain: proof: need N to be 8, have 24"):
-        Registry([doubtful]).select(ASK)
+    with pytest.raises(SelectionError, match="plain: proof: need N to be 8, have 24") as caught:
+        Registry([replace(PLAIN, proof=NoProof())]).select(ASK)
+    assert caught.value.hint is not None and "docs/equivalence.md" in caught.value.hint
 
 
 def test_sizes_that_no_kernel_serves_are_named() -> None:

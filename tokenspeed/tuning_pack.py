@@ -20,13 +20,13 @@ import stat
 import tempfile
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
-from tokenspeed.errors import ArtifactError, ResourceError, TargetError
+from tokenspeed.errors import ArtifactError, ProgramError, ResourceError, TargetError
 from tokenspeed.graph import Argument, LaunchGraph, Node, Pointer, Region
 from tokenspeed.json_check import record
 from tokenspeed.target import Target
@@ -155,6 +155,9 @@ class PackManifest:
     binaries: Mapping[str, str]
     files: Mapping[str, Member]
 
+    def with_files(self, files: Mapping[str, Member]) -> PackManifest:
+        return replace(self, files=files)
+
     def to_bytes(self) -> bytes:
         data = {"format_version": FORMAT_VERSION, **asdict(self)}
         data["binaries"], data["files"] = dict(sorted(self.binaries.items())), dict(sorted(data["files"].items()))
@@ -187,6 +190,23 @@ class PackManifest:
         except (KeyError, TypeError, ValueError, AttributeError, TargetError) as e:
             raise ArtifactError(f"{MANIFEST} of the pack is malformed: {e}", hint="make the pack again") from None
         return manifest
+
+
+class AnyManifest(Protocol):
+    """What packs of all kinds have."""
+
+    @property
+    def binaries(self) -> Mapping[str, str]: ...
+
+    @property
+    def files(self) -> Mapping[str, Member]: ...
+
+    def with_files(self, files: Mapping[str, Member]) -> AnyManifest: ...
+
+    def to_bytes(self) -> bytes: ...
+
+
+Contents = TypeVar("Contents", bound=AnyManifest)
 
 
 def _shape(raw: Mapping[str, Any]) -> Shape:
@@ -234,11 +254,11 @@ def _check(manifest: PackManifest) -> None:
 # --- the file -------------------------------------------------------------------------------------
 
 
-def write_pack(path: Path, manifest: PackManifest, members: Mapping[str, bytes]) -> str:
+def write_pack(path: Path, manifest: AnyManifest, members: Mapping[str, bytes]) -> str:
     """Write the pack of ``members``, whose digests go into ``manifest``; returns its identity. Equal contents give
     equal bytes. It appears whole or not at all. Raises ResourceError."""
     files = {name: Member(len(data), hashlib.sha256(data).hexdigest()) for name, data in members.items()}
-    raw = PackManifest(**{**manifest.__dict__, "files": files}).to_bytes()
+    raw = manifest.with_files(files).to_bytes()
     digest = hashlib.sha256(raw).hexdigest()
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
@@ -270,30 +290,28 @@ def write_whole(path: Path, data: bytes) -> None:
         raise ResourceError(f"cannot write {path}: {e.strerror or e}", hint="choose another path with -o") from None
 
 
-class TuningPack:
+class PackFile(Generic[Contents]):
     """A pack opened for reading. Every member is checked as it is read; ``read`` may be called again and again."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, parse: Callable[[bytes], Contents], made_by: str):
         self.path = path
         try:
             if not stat.S_ISREG(path.stat().st_mode):  # the end of a device or a pipe may never come
-                raise ArtifactError(f"{path} is no file", hint="make a pack with `tokenspeed tune pack`")
+                raise ArtifactError(f"{path} is no file", hint=f"make a pack with `{made_by}`")
             self._zip = zipfile.ZipFile(path)
         except OSError as e:
-            raise ArtifactError(
-                f"no pack at {path}: {e.strerror or e}", hint="make one with `tokenspeed tune pack`"
-            ) from None
+            raise ArtifactError(f"no pack at {path}: {e.strerror or e}", hint=f"make one with `{made_by}`") from None
         except zipfile.BadZipFile as e:
             raise ArtifactError(
-                f"{path} is no pack made by `tokenspeed tune pack`, or a part of one: {e}", hint="copy it again"
+                f"{path} is no pack made by `{made_by}`, or a part of one: {e}", hint="copy it again"
             ) from None
         raw = self._member(MANIFEST, None)
         self.digest = hashlib.sha256(raw).hexdigest()
         if self._member(DIGEST, 65) != f"{self.digest}\n".encode():
             raise self._damaged(MANIFEST)
-        self.manifest = PackManifest.from_bytes(raw)
+        self.manifest = parse(raw)
 
-    def __enter__(self) -> TuningPack:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -306,6 +324,22 @@ class TuningPack:
         if hashlib.sha256(data).hexdigest() != member.sha256:
             raise self._damaged(name)
         return data
+
+    def read_graph(self, name: str) -> LaunchGraph:
+        """The graph in a member. Raises ArtifactError."""
+        try:
+            return LaunchGraph.decode(self.read(name))
+        except ProgramError as e:
+            raise ArtifactError(f"{self.path}: {name}: {e.message}", hint="make the pack again") from None
+
+    def read_binary(self, name: str, graph: str) -> bytes:
+        """The code object that ``graph`` launches as ``name``. Raises ArtifactError if it is none of the pack."""
+        member = self.manifest.binaries.get(name)
+        if member is None:
+            raise ArtifactError(
+                f"{self.path}: {graph} needs the binary {name!r}, which is none of the pack", hint="make the pack again"
+            )
+        return self.read(member)
 
     def verify(self) -> None:
         """Read every member. Raises ArtifactError naming the first that is missing or damaged."""
@@ -328,6 +362,13 @@ class TuningPack:
 
     def _damaged(self, name: str) -> ArtifactError:
         return ArtifactError(f"{self.path}: {name} is damaged", hint="copy the pack again from where it was made")
+
+
+class TuningPack(PackFile[PackManifest]):
+    """A tuning pack opened for reading."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, PackManifest.from_bytes, "tokenspeed tune pack")
 
 
 # --- chains of calls ------------------------------------------------------------------------------

@@ -385,9 +385,9 @@ def _types(request: Request, between: str = "") -> str:
     return f"*{dtype}, *{dtype}, *i32, *i32, *i32, *{dtype}, {between}*i32, fp32"
 
 
-def _chunk(request: Request) -> Stage:
+def chunk_stage(request: Request, tile: Tile) -> Stage:
+    """Rows of the sequences with several tokens."""
     sizes = request.sizes
-    tile = chunk_tile(request.target, request.dtype, sizes)
     tokens = tile.rows // (sizes["num_heads"] // sizes["num_kv_heads"])
     return device_stage(
         module=__name__, function=paged_attention_chunk, name="chunk",
@@ -398,10 +398,9 @@ def _chunk(request: Request) -> Stage:
     )  # fmt: skip
 
 
-def _token(request: Request) -> tuple[Stage, ...]:
-    """Sequences of one token: one launch, or split and combine."""
-    sizes, count = request.sizes, takers(request.sizes)
-    tile = token_tile(request.target, request.dtype, sizes)
+def token_stages(request: Request, tile: Tile, count: int) -> tuple[Stage, ...]:
+    """Sequences of one token: one launch, or with ``count`` takers split and combine."""
+    sizes = request.sizes
     constants = _attending(request, tile)
     if count == 0:
         stage = device_stage(
@@ -429,9 +428,13 @@ def _token(request: Request) -> tuple[Stage, ...]:
     return split, combine
 
 
+def _token(request: Request) -> tuple[Stage, ...]:
+    return token_stages(request, token_tile(request.target, request.dtype, request.sizes), takers(request.sizes))
+
+
 def _mixed(request: Request) -> tuple[Stage, ...]:
     """Rows of sequences with several tokens, then those of sequences with one: together, all rows of the step."""
-    return _chunk(request), *_token(request)
+    return chunk_stage(request, chunk_tile(request.target, request.dtype, request.sizes)), *_token(request)
 
 
 def specs() -> Iterator[KernelSpec]:

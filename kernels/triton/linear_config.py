@@ -106,6 +106,11 @@ def choose(target: Target, op: str, m: int, n: int, k: int, dtype: str) -> Confi
     return rungs[-1][1] if rungs else rule(target, op, m, n, k, dtype)
 
 
+def measured(target: Target) -> tuple[Config, ...]:
+    """Every choice of the target's table."""
+    return tuple(config for rungs in _table(target.arch).values() for _, config in rungs)
+
+
 @cache
 def _table(arch: str) -> dict[tuple[str, int, int, str], tuple[tuple[int, Config], ...]]:
     """Measured choices of ``arch`` by (op, N, K, dtype), each ordered by M; empty where nothing was measured."""

@@ -47,14 +47,14 @@ def specs() -> Iterator[KernelSpec]:
         yield vector_spec(
             "rms_norm",
             f"rms_norm_{element}",
-            _launches,
+            launches,
             dtypes=(dtype,),
             constraints=(AtMost("H", MAX_WIDTH),),
             weight_layout="rows",
         )
 
 
-def _launches(request: Request) -> tuple[Stage, ...]:
+def launches(request: Request) -> tuple[Stage, ...]:
     hidden = request.sizes["H"]
     block = triton.next_power_of_2(hidden)
     return (

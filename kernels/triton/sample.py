@@ -344,7 +344,7 @@ def specs() -> Iterator[KernelSpec]:
         band=Band.VECTOR,
         features=FEATURES | SAMPLER_FEATURES,
         workspace=workspace_bytes,
-        launches=_launches,
+        launches=launches,
     )
 
 
@@ -370,7 +370,7 @@ def workspace_bytes(sizes: Mapping[str, int]) -> int:
     return sizes["num_logit_rows"] * record_words(sizes) * 4
 
 
-def _launches(request: Request) -> tuple[Stage, ...]:
+def launches(request: Request) -> tuple[Stage, ...]:
     vocab, rows, shards = (request.sizes[name] for name in ("V", "num_logit_rows", "logprob_shards"))
     chunks, blocks = triton.cdiv(vocab, CHUNK), num_blocks(request.sizes)
     sizes = {"V": vocab, "CHUNK": CHUNK, "LANES": num_lanes(vocab), "WORDS": record_words(request.sizes)}

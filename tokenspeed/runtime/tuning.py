@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed import _native
-from tokenspeed.errors import ArtifactError, ProgramError, ResourceError, UsageError
+from tokenspeed.errors import ArtifactError, ResourceError, UsageError
 from tokenspeed.graph import LaunchGraph
 from tokenspeed.runtime.places import Gpu, GpuPlace, driver_text, look_for_gpus
 from tokenspeed.step import align
@@ -157,7 +157,7 @@ def measure(
     shapes = pack.manifest.shapes
     total, done = sum(len(shape.cases) for shape in shapes), 0
     most = max((shape.weights_bytes for shape in shapes), default=0)
-    with _filled_file(most) as file, _held_open(results.gpu):
+    with _filled_file(most) as file, held_open(results.gpu):
         for shape in shapes:
             if deadline is not None and clock() >= deadline:
                 results.skipped += [f"{shape} M={case.rows}" for case in shape.cases]
@@ -204,7 +204,7 @@ def _filled_file(nbytes: int) -> Iterator[Path]:
 
 
 @contextmanager
-def _held_open(gpu: Gpu) -> Iterator[None]:
+def held_open(gpu: Gpu) -> Iterator[None]:
     """Every shape has a device of its own; this keeps what is slow to make from one to the next."""
     try:
         context = _native.GpuContext(gpu.backend, gpu.ordinal)
@@ -225,8 +225,8 @@ class _Bench:
     def __init__(self, pack: TuningPack, shape: Shape, device: Any):
         self._pack, self._shape, self._device = pack, shape, device
         self._binaries: set[str] = set()
-        self._inputs = self._read(shape.inputs)
-        self._fetch = self._place(shape.fetch, self._read(shape.fetch))
+        self._inputs = self._pack.read_graph(shape.inputs)
+        self._fetch = self._place(shape.fetch, self._pack.read_graph(shape.fetch))
 
     @classmethod
     @contextmanager
@@ -272,13 +272,7 @@ class _Bench:
 
     def _load(self, name: str, repeats: int) -> int:
         """The handle of the graph of ``repeats`` calls. Raises ArtifactError, _native.GraphError."""
-        return self._place(name, chain(self._inputs, self._read(name), self._shape, repeats))
-
-    def _read(self, name: str) -> LaunchGraph:
-        try:
-            return LaunchGraph.decode(self._pack.read(name))
-        except ProgramError as e:
-            raise ArtifactError(f"{self._pack.path}: {name}: {e.message}", hint="make the pack again") from None
+        return self._place(name, chain(self._inputs, self._pack.read_graph(name), self._shape, repeats))
 
     def _place(self, name: str, graph: LaunchGraph) -> int:
         """The handle of ``graph``, made of the member ``name``, with the binaries that it needs."""
@@ -287,16 +281,9 @@ class _Bench:
         return int(self._device.load_graph(graph.encode(), 0))
 
     def _load_binary(self, graph: str, name: str) -> None:
-        if name in self._binaries:
-            return
-        member = self._pack.manifest.binaries.get(name)
-        if member is None:
-            raise ArtifactError(
-                f"{self._pack.path}: {graph} needs the binary {name!r}, which is none of the pack",
-                hint="make the pack again",
-            )
-        self._device.load_binary(name, self._pack.read(member))
-        self._binaries.add(name)
+        if name not in self._binaries:
+            self._device.load_binary(name, self._pack.read_binary(name, graph))
+            self._binaries.add(name)
 
     def _agreeing(
         self, case: Case, loaded: Sequence[tuple[Candidate, int]]

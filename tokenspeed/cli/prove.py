@@ -1,0 +1,229 @@
+"""``tokenspeed prove``: show on a device which kernels give equal bits, with no compiler on the GPU machine."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenspeed.cli.options import (
+    Subparsers,
+    add_command,
+    add_json,
+    print_json,
+    require_builder,
+    unwinding_when_told_to_stop,
+)
+from tokenspeed.errors import UsageError
+
+if TYPE_CHECKING:
+    from tokenspeed.runtime.proving import CaseResult
+
+_WALK = """\
+  tokenspeed prove pack --target cuda:sm_90a -o hopper.provepack      on any machine
+  tokenspeed prove run hopper.provepack -o hopper.h200.json           on the GPU, base install
+  tokenspeed prove merge hopper.h200.json                             in the checkout that builds
+  tokenspeed prove show --target cuda:sm_90a                          what rl-bitwise builds may use"""
+
+
+def add_parser(subparsers: Subparsers) -> None:
+    parser = add_command(
+        subparsers,
+        "prove",
+        help="show on a device which kernels give equal bits",
+        description="A build with --numerics rl-bitwise uses kernels only that were shown to give equal bits, on data on\n"
+        "which another order of a sum gives others. On CPUs a build shows it itself. For GPUs this does, in\n"
+        "three steps: pack compiles the kernels, run compares them on the GPU, merge puts the classes where\n"
+        "builds find them. Only pack needs a compiler, only run needs a GPU.",
+        examples=_WALK,
+    )
+    steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
+    _add_pack(steps)
+    _add_run(steps)
+    _add_merge(steps)
+    _add_show(steps)
+
+
+def _add_pack(steps: Subparsers) -> None:
+    parser = add_command(
+        steps,
+        "pack",
+        help="compile what is to be compared (any machine)",
+        description="Compile all kernels that a build for the target may choose from, and write them with their\n"
+        "launch graphs and the probes into one file.",
+        examples="  tokenspeed prove pack --target cuda:sm_90a -o hopper.provepack\n"
+        "  tokenspeed prove pack --target cuda:sm_90a -o norms.provepack --op rms_norm,sample",
+    )
+    parser.add_argument("-o", "--output", metavar="PACK", required=True, help="where the pack goes")
+    parser.add_argument("--target", metavar="TARGET", required=True, help="the GPU to prove for, e.g. cuda:sm_90a")
+    parser.add_argument("--op", metavar="OP,...", help="kinds of op to compare (default: all that sum)")
+    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: one per core)")
+    parser.add_argument("--no-cache", action="store_true",
+                        help="compile every kernel, also those that ~/.cache/tokenspeed holds")  # fmt: skip
+    parser.add_argument("--force", action="store_true", help="replace the file at PACK once the new one is whole")
+    add_json(parser)
+    parser.set_defaults(run=_pack)
+
+
+def _add_run(steps: Subparsers) -> None:
+    parser = add_command(
+        steps,
+        "run",
+        help="compare the kernels of a pack on this machine's GPU (base install, no compiler)",
+        description="Run every kernel of a pack on its probes: rows alone, among others, at other places, in buckets\n"
+        "of other sizes. Kernels whose rows are equal to the last bit make a class. What was compared before\n"
+        "an error is written too.",
+        examples="  tokenspeed prove run hopper.provepack -o hopper.h200.json",
+    )
+    parser.add_argument("pack", metavar="PACK", help="a file made by `tokenspeed prove pack`")
+    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the results go, as JSON")
+    parser.add_argument(
+        "--device", type=int, metavar="N", help="which GPU, by the driver's number (default: the first)"
+    )
+    add_json(parser)
+    parser.set_defaults(run=_run)
+
+
+def _add_merge(steps: Subparsers) -> None:
+    parser = add_command(
+        steps,
+        "merge",
+        help="put the classes into the files that builds use",
+        description="Put the class of every op into the file of its architecture, kernels/tuning/ARCH.classes.json. A\n"
+        "later proof replaces an earlier one of the same op, dtype and sizes.",
+        examples="  tokenspeed prove merge hopper.h200.json",
+    )
+    parser.add_argument("results", metavar="FILE", nargs="+", help="results of `tokenspeed prove run`")
+    _add_tables(parser)
+    add_json(parser)
+    parser.set_defaults(run=_merge)
+
+
+def _add_show(steps: Subparsers) -> None:
+    parser = add_command(
+        steps,
+        "show",
+        help="print the classes of a target",
+        description="Print what was proven for a target: of every op the members of its class, on which device and\n"
+        "when, and whether the kernels have changed since.",
+        examples="  tokenspeed prove show --target cuda:sm_90a",
+    )
+    parser.add_argument("--target", metavar="TARGET", required=True, help="e.g. cuda:sm_90a")
+    _add_tables(parser)
+    add_json(parser)
+    parser.set_defaults(run=_show)
+
+
+def _add_tables(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tables", metavar="FOLDER", help="where the files are (default: those of this installation)")
+
+
+# --- the steps ------------------------------------------------------------------------------------
+
+
+def _pack(args: argparse.Namespace) -> int:
+    from tokenspeed.target import Target
+
+    target = Target.parse(args.target)
+    builder, build = require_builder("tokenspeed.compile.proving"), require_builder("tokenspeed.compile.build")
+    if args.jobs is not None and not 1 <= args.jobs <= 1024:
+        raise UsageError(f"--jobs is {args.jobs}; it must lie between 1 and 1024")
+    with unwinding_when_told_to_stop():
+        result = builder.pack(
+            args.output,
+            target,
+            ops=args.op.split(",") if args.op else None,
+            force=args.force,
+            workers=args.jobs,
+            cache=None if args.no_cache else build.default_cache(),
+            progress=build.Progress(sys.stderr),
+        )
+    for kernel, reason in result.failures.items():
+        print(f"left out: {kernel}: {reason.splitlines()[0]}", file=sys.stderr)
+    if args.json:
+        print_json(result.to_json())
+    else:
+        print(f"{result.path}  {result.nbytes / 1e6:.1f} MB  sha256:{result.digest}")
+        print(f"{result.cases} cases, {result.members} members, {result.binaries} binaries for {target}")
+    return 0
+
+
+def _run(args: argparse.Namespace) -> int:
+    from tokenspeed.proof_pack import ProofPack
+    from tokenspeed.runtime.proving import ProofResults, compare
+    from tokenspeed.runtime.tuning import find_gpu
+    from tokenspeed.target import Target
+    from tokenspeed.tuning_pack import write_whole
+
+    path = Path(args.output)
+    if not path.parent.is_dir():
+        raise UsageError(f"there is no folder {path.parent} for the results", hint="make it, or choose another with -o")
+    with ProofPack(Path(args.pack)) as pack:
+        gpu = find_gpu(Target.parse(pack.manifest.target), args.device)
+        pack.verify()
+        results = ProofResults(pack, gpu)
+        try:
+            with unwinding_when_told_to_stop():
+                compare(results, _report)
+        finally:
+            if results.cases:
+                write_whole(path, (json.dumps(results.to_json(), indent=1) + "\n").encode())
+        if args.json:
+            print_json(results.to_json())
+        else:
+            _print_results(results.cases)
+            print(f"{path}: {len(results.cases)} cases on {gpu.name} in {results.seconds:.0f} s")
+    return 0
+
+
+def _report(done: int, total: int, result: CaseResult) -> None:
+    print(f"prove: case {done} of {total}, {result.case}", file=sys.stderr, flush=True)
+
+
+def _print_results(cases: list[CaseResult]) -> None:
+    for result in cases:
+        sizes = "+".join(str(len(members)) for members in result.classes) or "0"
+        print(f"{result.case}: {sizes} equal, {len(result.excluded)} out, {result.rows} rows of each")
+        for member, reason in result.excluded:
+            print(f"  out: {_text(member)}: {reason}")
+
+
+def _text(member: object) -> str:
+    return json.dumps(member).strip("{}").replace('"', "")
+
+
+def _merge(args: argparse.Namespace) -> int:
+    tables = require_builder("tokenspeed.compile.class_tables")
+    merged = tables.merge(list(map(Path, args.results)), None if args.tables is None else Path(args.tables))
+    if args.json:
+        print_json([part.to_json() for part in merged])
+        return 0
+    for part in merged:
+        print(f"{part.path}: {part.added} added, {part.replaced} replaced, {part.total} classes for {part.target}")
+        for problem in part.split:
+            print(f"warning: {problem}", file=sys.stderr)
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    from tokenspeed.target import Target
+
+    target = Target.parse(args.target)
+    tables = require_builder("tokenspeed.compile.class_tables")
+    shown = tables.shown(target, None if args.tables is None else Path(args.tables))
+    if args.json:
+        print_json([{**proven.to_json(), "state": state} for proven, state in shown])
+        return 0
+    if not shown:
+        print(f"nothing was proven for {target}: rl-bitwise builds for it fail", file=sys.stderr)
+    for proven, state in shown:
+        sizes = "".join(f" {name}={size}" for name, size in sorted(proven.key.items()))
+        print(f"{proven.op} {proven.dtype}{sizes}: {len(proven.members)} members equal over {proven.rows} rows of each"
+              f" ({proven.device}, {proven.date}): {state}")  # fmt: skip
+        for member in proven.members:
+            print(f"  {_text(member)}")
+        for member, reason in proven.outside:
+            print(f"  out: {_text(member)}: {reason}")
+    return 0

@@ -1,0 +1,188 @@
+"""The proof pack: kernels, launch graphs and probes by which a GPU shows which kernels give equal bits.
+
+Made by ``tokenspeed prove pack`` on any machine, run by ``tokenspeed prove run`` with the base install. One ZIP file
+like that of ``tokenspeed tune`` (tuning_pack.py), whose checks it shares:
+
+    manifest.json           what is to be compared, for which target, with the digest of every other member
+    DIGEST                  SHA-256 of manifest.json: the pack's identity
+    data/<digest>           probes
+    graphs/<digest>.tslg    LaunchGraphs of one call each
+    kernels/<name>.<suffix> GPU code objects (cubin, hsaco)
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from tokenspeed.errors import ArtifactError, TargetError
+from tokenspeed.graph import Region
+from tokenspeed.json_check import record
+from tokenspeed.target import Target
+from tokenspeed.tuning_pack import MANIFEST, STEP_SIZES_BYTES, ConfigJson, Member, PackFile
+
+FORMAT_VERSION = 1
+"""Of packs and of the results of a run. History: 1 (2026-11-30)."""
+RESULTS_KIND = "tokenspeed proof results"
+_HINT = "make the pack again with `tokenspeed prove pack`"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Bytes ``[offset, offset + nbytes)`` of a member, ``repeat`` times: region weights is made of such, in order."""
+
+    member: str
+    offset: int
+    nbytes: int
+    repeat: int
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that a call writes: its place in region host_io once it is fetched, and the bytes of each row."""
+
+    name: str
+    offset: int
+    row_bytes: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """One composition of a step: the sizes that the kernels are told, and for every row of the results which logical
+    row it is. Equal logical rows must have equal bits, whatever else is in the step."""
+
+    name: str
+    num_tokens: int
+    num_seqs: int
+    labels: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A member of the op and its graph for each run; empty for runs that it does not serve."""
+
+    member: ConfigJson
+    graphs: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ProofCase:
+    """One shape of one op: what is compared, on which data. Sizes in bytes; ``results`` lie in region host_io from
+    ``results[0].offset`` on, and in region arena likewise from its beginning. ``inputs``, ``fetch`` and ``erase`` are
+    the graphs that bring the sizes of the step in, copy the results to the host, and copy the host's bytes over them.
+    """
+
+    op: str
+    dtype: str
+    key: Mapping[str, int]
+    shape: str
+    weights_bytes: int
+    arena_bytes: int
+    io_bytes: int
+    data: tuple[Piece, ...]
+    results: tuple[Result, ...]
+    fetch: str
+    erase: str
+    functions: tuple[str, ...]
+    source: str
+    runs: tuple[Run, ...]
+    compared: tuple[Compared, ...]
+
+    def __str__(self) -> str:
+        return f"{self.op} {self.dtype} {self.shape}"
+
+    @property
+    def region_sizes(self) -> dict[Region, int]:
+        return {Region.WEIGHTS: self.weights_bytes, Region.KV: 0, Region.ARENA: self.arena_bytes,
+                Region.IO: self.io_bytes, Region.STATE: 0, Region.HOST_IO: self.io_bytes}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProofManifest:
+    """The contents of manifest.json. ``binaries``: name by which graphs launch -> member; ``probes``: what a proof
+    records of its data; ``compiler``: what made the binaries."""
+
+    target: str
+    tokenspeed_version: str
+    compiler: str
+    probes: Mapping[str, Any]
+    cases: tuple[ProofCase, ...]
+    binaries: Mapping[str, str]
+    files: Mapping[str, Member]
+
+    def with_files(self, files: Mapping[str, Member]) -> ProofManifest:
+        return replace(self, files=files)
+
+    def to_bytes(self) -> bytes:
+        data = {"format_version": FORMAT_VERSION, **asdict(self)}
+        data["binaries"], data["files"] = dict(sorted(self.binaries.items())), dict(sorted(data["files"].items()))
+        return (json.dumps(data, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> ProofManifest:
+        """Parse manifest.json. Raises ArtifactError for another format version or a malformed manifest."""
+        try:
+            raw = json.loads(data)
+            version = raw.pop("format_version")
+            if version != FORMAT_VERSION or "cases" not in raw:
+                raise ArtifactError(
+                    f"need a proof pack of format version {FORMAT_VERSION}, have one of version {version!r}", hint=_HINT
+                )
+            files = {name: record(Member, member) for name, member in raw["files"].items()}
+            manifest = record(cls, raw, cases=tuple(_case(case) for case in raw["cases"]), files=files)
+            _check(manifest)
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, TargetError) as e:
+            raise ArtifactError(f"{MANIFEST} of the proof pack is malformed: {e}", hint=_HINT) from None
+        return manifest
+
+
+def _case(raw: Mapping[str, Any]) -> ProofCase:
+    return record(
+        ProofCase,
+        raw,
+        data=tuple(record(Piece, piece) for piece in raw["data"]),
+        results=tuple(record(Result, result) for result in raw["results"]),
+        functions=tuple(raw["functions"]),
+        runs=tuple(record(Run, run, labels=tuple(run["labels"])) for run in raw["runs"]),
+        compared=tuple(record(Compared, c, graphs=tuple(c["graphs"])) for c in raw["compared"]),
+    )
+
+
+def _check(manifest: ProofManifest) -> None:
+    """What the device side relies on. Raises ValueError."""
+    if not Target.parse(manifest.target).is_gpu:
+        raise ValueError(f"target {manifest.target} is no GPU")
+    for case in manifest.cases:
+        rows = max((len(run.labels) for run in case.runs), default=0)
+        if not rows or not case.results or not case.compared:
+            raise ValueError(f"{case} compares nothing")
+        if sum(piece.nbytes * piece.repeat for piece in case.data) != case.weights_bytes:
+            raise ValueError(f"the data of {case} are not {case.weights_bytes} bytes")
+        for piece in case.data:
+            if piece.offset + piece.nbytes > manifest.files[piece.member].nbytes:
+                raise ValueError(f"{piece.member} has no {piece.nbytes} bytes at {piece.offset}")
+        for result in case.results:
+            if result.offset < STEP_SIZES_BYTES or result.offset + rows * result.row_bytes > case.io_bytes:
+                raise ValueError(f"result {result.name} of {case} does not lie in its region host_io")
+        for run in case.runs:
+            if not all(type(label) is int and label >= 0 for label in run.labels):
+                raise ValueError(f"run {run.name} of {case} has labels {run.labels!r:.60}")
+        graphs = [graph for c in case.compared for graph in c.graphs if graph]
+        if any(len(c.graphs) != len(case.runs) for c in case.compared):
+            raise ValueError(f"{case} has other graphs than runs")
+        for graph in (case.fetch, case.erase, *graphs):
+            if graph not in manifest.files:
+                raise ValueError(f"the graph {graph} is no member")
+    for name, member in manifest.binaries.items():
+        if member not in manifest.files:
+            raise ValueError(f"the binary {name} is no member")
+
+
+class ProofPack(PackFile[ProofManifest]):
+    """A proof pack opened for reading."""
+
+    def __init__(self, path: Path):
+        super().__init__(path, ProofManifest.from_bytes, "tokenspeed prove pack")
