@@ -484,8 +484,10 @@ def _no_kernel_text(request: Request, candidates: Sequence[Candidate]) -> str:
 
 def _hint(request: Request, candidates: Sequence[Candidate]) -> str:
     if any(reason.startswith("proof: ") for c in candidates for reason in c.reasons):
-        return "prove the kernels on such a device (docs/equivalence.md), choose a target that has proofs, or build with"\
-               " --numerics auto"  # fmt: skip
+        return (
+            "prove the kernels on such a device (docs/equivalence.md), choose a target that has proofs, or build with"
+            " --numerics auto"
+        )
     if request.solution is not None:
         have = sorted({c.spec.solution for c in candidates})
         return f"pin op {request.op!r} to {' or '.join(have)}, or pin nothing" if have else "pin another solution"

@@ -9,18 +9,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from tokenspeed import _native
-from tokenspeed.compile import proving
+from tokenspeed.compile import codegen, proving
 from tokenspeed.compile.interpret_graph import Memory
 from tokenspeed.compile.interpret_triton import run_gpu_graph
 from tokenspeed.compile.proof_cases import Case
 from tokenspeed.graph import LaunchGraph, Region
 from tokenspeed.kernels.registry import DeviceKernel
-from tokenspeed.step import PlacedTensor, align
+from tokenspeed.step import PlacedTensor
 from tokenspeed.target import Target
 
 HOPPER = Target.parse("cuda:sm_90a")
@@ -36,8 +36,8 @@ class InterpretedGpu:
         spoil: called with (kernel names of a graph, number of rows, the results) after it has run.
     """
 
-    kernels: dict[str, DeviceKernel] = {}
-    spoil: Callable[[Sequence[DeviceKernel], int, Any], None] = staticmethod(lambda *_: None)
+    kernels: ClassVar[dict[str, DeviceKernel]] = {}
+    spoil: ClassVar[Callable[[Sequence[DeviceKernel], int, Any], None]] = staticmethod(lambda *_: None)
 
     def __init__(self, backend: str, ordinal: int, io_sets: int, **_: Any):
         self._regions: dict[Region, Any] = dict.fromkeys(Region, np.zeros(0, np.uint8))
@@ -101,10 +101,9 @@ def plug_in(monkeypatch: Any) -> None:
     monkeypatch.setattr(_native, "GpuContext", Context)
     monkeypatch.setattr(_native, "gpu_devices", lambda b: ([H200], "") if b == "cuda" else ([], "none"))
     monkeypatch.setattr(InterpretedGpu, "spoil", staticmethod(lambda *_: None))
-    compile_kernels = proving.compile_kernels
 
     def remembering(jobs: Any, **more: Any) -> Any:
-        compiled = compile_kernels(jobs, **more)
+        compiled = codegen.compile_kernels(jobs, **more)
         InterpretedGpu.kernels |= {code.name: kernel for (kernel, _), code in compiled.items()}
         return compiled
 

@@ -1,8 +1,8 @@
 """What the ops of a GPU that sum may choose from, and how ``aok`` keeps to a class that was proven bitwise equal.
 
 For each op: which members there are, by all that fixes the order of its sums; the launches of a member; and which of
-the class serves a request (kernels/equivalence.py, docs/equivalence.md). What a member leaves out (the order of programs,
-prefetches, when the next kernel may start) moves data and adds nothing up.
+the class serves a request (kernels/equivalence.py, docs/equivalence.md). What a member leaves out (the order of
+programs, prefetches, when the next kernel may start) moves data and adds nothing up.
 """
 
 from __future__ import annotations

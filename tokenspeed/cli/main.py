@@ -16,8 +16,8 @@ from tokenspeed import __version__
 from tokenspeed.errors import ResourceError, TokenSpeedError
 
 COMMANDS = (
-    "build", "run", "serve", "inspect", "explain", "explain-step", "verify", "bench", "doctor", "export", "tune", "prove",
-    "simulate", "invariance",
+    "build", "run", "serve", "inspect", "explain", "explain-step", "verify", "bench", "doctor", "export", "tune",
+    "prove", "simulate", "invariance",
 )  # fmt: skip
 LOADING = ("run", "serve", "bench", "invariance")
 """Those that load an artifact: a GPU's driver starts before their command line is parsed."""

@@ -33,8 +33,8 @@ def add_parser(subparsers: Subparsers) -> None:
         subparsers,
         "prove",
         help="show on a device which kernels give equal bits",
-        description="A build with --numerics rl-bitwise uses kernels only that were shown to give equal bits, on data on\n"
-        "which another order of a sum gives others. On CPUs a build shows it itself. For GPUs this does, in\n"
+        description="A build with --numerics rl-bitwise uses kernels only that were shown to give equal bits, on data\n"
+        "on which another order of a sum gives others. On CPUs a build shows it itself. For GPUs this does, in\n"
         "three steps: pack compiles the kernels, run compares them on the GPU, merge puts the classes where\n"
         "builds find them. Only pack needs a compiler, only run needs a GPU.",
         examples=_WALK,

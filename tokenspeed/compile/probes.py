@@ -1,9 +1,9 @@
 """Probes: data on which a sum in another order gives other bits, for proofs that two kernels sum in the same order.
 
-Rows of a left and a right operand are multiplied all with all, so each kind of one meets each kind of the other. Half of
-the places come in pairs that lie far apart: the left operand has one value at both, the right one +B and -B where its
-kind is ``cancelling``. Their products cancel exactly, and what else there is lies below the resolution of B in float32:
-whether it survives depends on which terms were added before. docs/equivalence.md says what each kind is for.
+Rows of a left and a right operand are multiplied all with all, so each kind of one meets each kind of the other. Half
+of the places come in pairs that lie far apart: the left operand has one value at both, the right one +B and -B where
+its kind is ``cancelling``. Their products cancel exactly, and what else there is lies below the resolution of B in
+float32: whether it survives depends on which terms were added before. docs/equivalence.md says what each kind is for.
 """
 
 from __future__ import annotations

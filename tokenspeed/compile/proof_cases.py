@@ -1,9 +1,9 @@
 """What is computed to compare kernels: for each op that sums, operands made of probes, and steps that hold them.
 
 A *logical row* is a row of an op's result that has one true value: of a projection a row of x, of attention a token
-at a position, of the sampler a row of logits. A case puts logical rows into runs: alone, among others, at other places, in
-buckets of other sizes. Every member must give each logical row the same bits in every run, and the same as every other
-member (docs/equivalence.md). Cases know no device: proving.py makes packs of them for GPUs, cpu_proofs.py runs them.
+at a position, of the sampler a row of logits. A case puts logical rows into runs: alone, among others, at other
+places, in buckets of other sizes. Every member must give each logical row the same bits in every run, and the same as
+every other member (docs/equivalence.md). Cases know no device: proving.py makes packs of them for GPUs, cpu_proofs.py runs them.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class Case:
         return sum(self.row_bytes(s.array) * s.count * s.repeat for s in self.operands[operand])
 
     def row_bytes(self, array: str) -> int:
-        return self.arrays[array][0].nbytes
+        return int(self.arrays[array][0].nbytes)
 
     def bytes_of(self, operand: str) -> bytes:
         """The bytes of an operand."""
