@@ -11,7 +11,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +38,7 @@ class FakeInfo:
     max_top_logprobs: int = 20
     penalties: bool = True
     artifact_digest: str = "0123456789abcdef0123"
+    attestation: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass

@@ -14,7 +14,8 @@ from typing import Any
 
 from tokenspeed.errors import EnvelopeError
 
-NUMERICS = ("auto", "rl-bitwise")
+RL_BITWISE = "rl-bitwise"
+NUMERICS = ("auto", RL_BITWISE)
 RL_SOLUTION = "aok"
 """The solution that rl-bitwise pins at every selection point: kernels whose order of sums is fixed."""
 KERNEL_FEATURES = ("batch_invariant", "fixed_reduction_order", "run_invariant")

@@ -156,9 +156,6 @@ def _print(result: Result, attested: Attestation | None, path: Path | None, lack
             for i, (cell, w) in enumerate(zip(row, widths, strict=True))
         )
         print("  ".join(cells).rstrip())
-    for leg in result.legs:
-        if leg.problem is not None:
-            print(f"\n{leg.name}: {leg.problem}")
     print()
     if result.divergence is not None:
         print(_divergence(result))

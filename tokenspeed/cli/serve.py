@@ -7,6 +7,7 @@ import contextlib
 import math
 import os
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_load_options, add_trace, load_options
@@ -41,6 +42,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--drain-timeout", type=float, default=30.0, metavar="SECONDS",
                         help="how long SIGTERM lets running requests finish (default: %(default)s)")  # fmt: skip
     parser.add_argument("--access-log", action="store_true", help="log every request on stderr")
+    parser.add_argument("--unattested", metavar="REASON",
+                        help="serve an artifact of --numerics rl-bitwise without the proof that `tokenspeed invariance`"
+                        " gives; the reason is logged, and told in /get_server_info and /metrics")  # fmt: skip
     _add_scheduling(parser)
     _add_kv_events(parser)
     parser.add_argument("--trace-scheduler", metavar="FILE",
@@ -101,8 +105,8 @@ def run(args: argparse.Namespace) -> int:
 def _serve(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
     from tokenspeed.runtime.server import ServerSettings, serve_loading
 
-    options = load_options(args, settle=False)
     _check(args)
+    options = replace(load_options(args, settle=False), attested=True, unattested=args.unattested)
     settings = ServerSettings(
         host=args.host,
         port=args.port,
@@ -166,6 +170,11 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must lie between 1 and {1 << 20}")
     if not 0 <= args.aging_seconds <= 86400:
         raise UsageError(f"--aging-seconds is {args.aging_seconds:g}; it must lie between 0 (off) and 86400")
+    if args.unattested is not None and not (args.unattested.strip() and args.unattested.isprintable()):
+        raise UsageError(
+            f"--unattested is {args.unattested!r}; it must say why in printable characters",
+            hint="write a reason that those who read the log will understand",
+        )
     if not 0 <= args.drain_timeout < math.inf:
         raise UsageError(f"--drain-timeout is {args.drain_timeout}; it must be a number of seconds, 0 or more")
     for name in args.served_model_name:

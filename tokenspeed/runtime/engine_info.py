@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tokenspeed.runtime.loader import Loaded
@@ -11,7 +12,8 @@ from tokenspeed.step import MAX_TOP_LOGPROBS
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What the engine serves and within which limits."""
+    """What the engine serves and within which limits. ``attestation`` is empty where nobody asked for one; otherwise it
+    has the ``digest`` and ``date`` of the one that holds, or why there is none: ``unattested``, and ``missing``."""
 
     model: str
     target: str
@@ -29,6 +31,9 @@ class EngineInfo:
     threads: int
     artifact_digest: str
     num_host_pages: int = 0
+    weights_version: str = ""
+    """Of the weights that run now: the artifact's digest, until they are updated."""
+    attestation: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -37,7 +42,7 @@ class EngineStats:
     those of what a closed runtime never does, ``scheduler`` the scheduler's, and ``host`` the host's seconds by part of
     a step. Free pages are to be had at once; the cached ones among them hold a prefix, which no request uses now. There
     are no host pages any more once moving pages has failed too often. ``dropped`` is what a trace or events for routers
-    lack."""
+    lack. ``weight_update_seconds`` is for how long, in all, updates of weights kept steps from running."""
 
     num_running: int
     num_waiting: int
@@ -57,6 +62,8 @@ class EngineStats:
     device: dict[str, Any] = field(default_factory=dict)
     after_ready: dict[str, int] = field(default_factory=dict)
     host: dict[str, Any] = field(default_factory=dict)
+    weight_updates: int = 0
+    weight_update_seconds: float = 0.0
 
 
 def info_of(loaded: Loaded) -> EngineInfo:
@@ -79,4 +86,6 @@ def info_of(loaded: Loaded) -> EngineInfo:
         threads=loaded.threads,
         artifact_digest=loaded.artifact.digest,
         num_host_pages=loaded.num_host_pages,
+        weights_version=loaded.artifact.digest,
+        attestation={} if loaded.standing is None else {k: v for k, v in asdict(loaded.standing).items() if v},
     )

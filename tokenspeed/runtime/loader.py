@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenspeed import _native
 from tokenspeed.artifact import DEVICE_ABI, DEVICE_LIBRARY, NATIVE_LIBRARY, Artifact, TargetSection
@@ -22,7 +22,11 @@ from tokenspeed.runtime import drivers, trace
 from tokenspeed.runtime.executor import Executor
 from tokenspeed.runtime.places import FilePlace, Place, available_memory, choose_place
 from tokenspeed.runtime.tokenizer import Tokenizer
+from tokenspeed.switches import RL_BITWISE
 from tokenspeed.target import Target
+
+if TYPE_CHECKING:
+    from tokenspeed.runtime.invariance.attestation import Standing
 
 SETTLE_NICENESS = 10
 """Scheduling priority of weights that settle beside requests: about a tenth of a core while the workers want all."""
@@ -44,7 +48,9 @@ class LoadOptions:
     makes ready sooner and the first second slower. ``opened`` is set once the artifact is open: from then on loading
     waits for the device more than for the interpreter, which others may use. With ``measure`` a GPU's
     ceilings are loaded too, and the GPU times its steps itself, which serving does without. With ``seal`` false the
-    device takes further graphs, which the invariance harness loads: nothing that serves does so."""
+    device takes further graphs, which the invariance harness loads: nothing that serves does so. With ``attested`` an
+    artifact that promises equal bits is refused unless it passed that harness on this target, or ``unattested`` says
+    why it is loaded all the same."""
 
     target: Target | None = None
     device: int | None = None
@@ -56,6 +62,8 @@ class LoadOptions:
     settle: bool = True
     measure: bool = False
     seal: bool = True
+    attested: bool = False
+    unattested: str | None = None
     opened: threading.Event = field(default_factory=threading.Event)
 
 
@@ -72,7 +80,8 @@ class LoadedCeiling:
 class Loaded:
     """A model in memory, ready to run steps. ``seconds`` says where the time went; parts pass at the same time, and
     those that end with a wait for the interpreter's lock include it. ``place`` names the device for people;
-    ``ceilings`` are by kind; ``times_steps``: the device times steps on its own clock."""
+    ``ceilings`` are by kind; ``times_steps``: the device times steps on its own clock. ``standing``: what proves
+    that it keeps its promise of equal bits, where that was asked for."""
 
     artifact: Artifact
     section: TargetSection
@@ -85,6 +94,7 @@ class Loaded:
     ceilings: dict[str, LoadedCeiling] = field(default_factory=dict)
     num_host_pages: int = 0
     times_steps: bool = False
+    standing: Standing | None = None
 
 
 def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Loaded:
@@ -93,6 +103,7 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
     Raises:
         ArtifactError: missing, damaged, or built for other machines.
         ResourceError: not enough memory for one sequence of max_model_len, or a GPU that cannot be used.
+        AttestationError: nothing proves what the artifact promises, and ``options`` want that.
         UsageError: an option that makes no sense here.
     """
     options = options or LoadOptions()
@@ -134,6 +145,7 @@ def load(path: str | os.PathLike[str], options: LoadOptions | None = None) -> Lo
         preparation.ceilings,
         preparation.num_host_pages,
         times_steps=options.measure and Target.parse(preparation.section.target).is_gpu,
+        standing=preparation.standing,
     )
 
 
@@ -149,7 +161,8 @@ class _Preparation:
         num_pages: KV pages.
         num_host_pages: those of the host tier.
         target: the name of the section's target; None while that is not known.
-        chosen: set once it is, or never will be.
+        standing: what proves its promise of equal bits; None if nobody asks, or it promises none.
+        chosen: set once the target is, or never will be.
         weights_on_their_way: set once their loading has begun and nothing else of the device waits for the
             interpreter, or never will.
     """
@@ -161,12 +174,14 @@ class _Preparation:
     ceilings: dict[str, LoadedCeiling]
     num_pages: int
     num_host_pages: int
+    _prelude: list[int]
 
     def __init__(self, artifact: Artifact, options: LoadOptions, seconds: dict[str, float]):
         self._artifact = artifact
         self._options = options
         self._seconds = seconds
         self.target: str | None = None
+        self.standing: Standing | None = None
         self.chosen = threading.Event()
         self.weights_on_their_way = threading.Event()
 
@@ -184,6 +199,10 @@ class _Preparation:
                 manifest, options.target, options.device, threads=options.threads, pin=options.pin
             )
             _check_kernels(self.section)
+            if options.attested and manifest.envelope.numerics == RL_BITWISE:
+                from tokenspeed.runtime.invariance.attestation import standing_of
+
+                self.standing = standing_of(self._artifact, self.section, options.unattested)
         self.target = self.section.target
         self.chosen.set()
         with _timed(self._seconds, "open"):
@@ -217,11 +236,18 @@ class _Preparation:
                 work.join()
         for work in beside:
             work.result()
+        self._run_prelude()
         if options.measure:
             self.place.time_steps(self.device)
         if options.seal:
             self.device.seal()
         self._trace_driver()
+
+    def _run_prelude(self) -> None:
+        """What no step computes: it needs the weights, and every step needs it."""
+        for graph in self._prelude:
+            with _timed(self._seconds, "prelude"):
+                self.device.wait(self.device.submit(graph, 0, 0, 0, 0))
 
     def _trace_driver(self) -> None:
         """What the driver did is part of the trace: a GPU notes it itself."""
@@ -272,7 +298,8 @@ class _Preparation:
         section = self.section
         measured = section.ceilings if self._options.measure else ()
         binaries = [(binary.name, *self._place_of(binary.file)) for binary in section.binaries]
-        names = [*(bucket.graph for bucket in section.buckets), *(ceiling.graph for ceiling in measured)]
+        prelude = () if section.prelude is None else (section.prelude.graph,)
+        names = [*(bucket.graph for bucket in section.buckets), *(ceiling.graph for ceiling in measured), *prelude]
         graphs = [self._place_of(name) for name in names]
         self.weights_on_their_way.set()  # the next call does without the interpreter's lock until graphs are there
         began = time.perf_counter()
@@ -287,7 +314,8 @@ class _Preparation:
             current.add("modules", began, began + for_binaries)
             current.add("graphs", began + for_binaries, began + for_binaries + for_graphs)
         self.graphs = handles[: len(section.buckets)]
-        loaded = zip(measured, handles[len(section.buckets) :], strict=True)
+        self._prelude = handles[len(names) - len(prelude) :]
+        loaded = zip(measured, handles[len(section.buckets) : len(names) - len(prelude)], strict=True)
         self.ceilings = {c.kind: LoadedCeiling(graph, c.work, c.num_tokens) for c, graph in loaded}
 
     def _place_of(self, name: str) -> FilePlace:

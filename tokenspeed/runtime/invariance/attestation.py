@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import platform
 from collections.abc import Mapping
@@ -24,6 +25,8 @@ from tokenspeed.target import Target
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.invariance.harness import Result
+
+_log = logging.getLogger("tokenspeed.attestation")
 
 VERSION = 1
 _LEG = {"requests": int, "compared": int, "steps": int, "preemptions": int, "cached_tokens": int, "seconds": float}
@@ -61,6 +64,30 @@ class Attestation:
         return str(self.data["date"])
 
 
+@dataclass(frozen=True)
+class Standing:
+    """What proves that a loaded artifact keeps its promise of equal bits: an attestation, whose ``digest`` and ``date``
+    these are, or nothing; then ``unattested`` is why it was loaded all the same, and ``missing`` what was wrong."""
+
+    digest: str = ""
+    date: str = ""
+    unattested: str = ""
+    missing: str = ""
+
+
+def standing_of(artifact: Artifact, section: TargetSection, unattested: str | None) -> Standing:
+    """How an artifact that promises equal bits stands on a target. Without proof and without a reason to do without
+    (``unattested``) it is refused with AttestationError."""
+    try:
+        found = require(artifact, section)
+    except AttestationError as e:
+        if unattested is None:
+            raise
+        _log.warning("%s; loaded all the same: %s", e.message, unattested)
+        return Standing(unattested=unattested, missing=e.message)
+    return Standing(digest=found.digest, date=found.date)
+
+
 def path_of(artifact: Path, target: str) -> Path:
     """Where the attestation of the artifact at ``artifact`` for ``target`` lies."""
     place = artifact.resolve()
@@ -79,6 +106,7 @@ def lacks(result: Result) -> tuple[str, ...]:
         found.append(f"it has {result.num_prompts} prompts of the {LEAST_PROMPTS} that are needed")
     if result.plan.tokens < LEAST_TOKENS:
         found.append(f"it has {result.plan.tokens} tokens a reply of the {LEAST_TOKENS} that are needed")
+    found += [f"in leg {leg.name} {leg.problem}" for leg in result.legs if leg.problem is not None]
     return tuple(found)
 
 
@@ -181,6 +209,12 @@ def _read(path: Path, section: TargetSection) -> dict[str, Any]:
     missing = [leg for leg in LEGS if leg not in data["legs"]]
     if missing:
         raise _refused(f"{path} lacks leg {missing[0]}")
+    number, tokens = data["prompts"]["number"], data["prompts"]["tokens"]
+    if number < LEAST_PROMPTS or tokens < LEAST_TOKENS:
+        raise _refused(
+            f"{path} proves too little: need {LEAST_PROMPTS} prompts of {LEAST_TOKENS} tokens or more, have {number} of"
+            f" {tokens}"
+        )
     return dict(data)
 
 

@@ -117,7 +117,8 @@ def run_alone(engine: Engine, items: Sequence[Item], run: Run, done: Done) -> No
 def run_together(
     engine: Engine, items: Sequence[Item], run: Run, done: Done, arrivals: random.Random | None = None
 ) -> None:
-    """All requests: submitted at once, or with ``arrivals`` in random order, at random times while others run.
+    """All requests: submitted at once, or with ``arrivals`` in random order, half of them at random times while others
+    run.
 
     Raises EngineFailedError if one ends with an error.
     """
@@ -130,6 +131,7 @@ def run_together(
     events: queue.SimpleQueue[tuple[Item, EngineEvent]] = queue.SimpleQueue()
     outcomes: dict[int, Outcome] = {}
     live = gap = 0
+    crowd = len(waiting) // 2
 
     def submit() -> None:
         nonlocal live
@@ -140,7 +142,7 @@ def run_together(
     while waiting or live:
         while waiting and (live == 0 or gap <= 0):
             submit()
-            gap = arrivals.randint(0, most) if arrivals is not None else 0
+            gap = arrivals.randint(0, most) if arrivals is not None and len(waiting) < crowd else 0
         item, event = _next_event(events)
         gap -= len(event.token_ids)
         if event.error is not None:

@@ -15,75 +15,11 @@ MOST_TOKENS = 600
 """Of a prompt that is made here: several pages, and chunks in some engines."""
 SHARED_SHARE = 0.25
 """Of the prompts, how many begin with the tokens of an earlier one."""
-_WORDS = [
-    "the",
-    "order",
-    "of",
-    "a",
-    "sum",
-    "decides",
-    "its",
-    "last",
-    "bit",
-    "when",
-    "numbers",
-    "are",
-    "kept",
-    "in",
-    "few",
-    "digits",
-    "so",
-    "who",
-    "wants",
-    "to",
-    "see",
-    "the",
-    "same",
-    "result",
-    "twice",
-    "must",
-    "add",
-    "in",
-    "one",
-    "order",
-    "whatever",
-    "stands",
-    "beside",
-    "it",
-    "on",
-    "the",
-    "machine",
-    "river",
-    "stone",
-    "light",
-    "seven",
-    "winter",
-    "market",
-    "Anna",
-    "1907",
-    "x",
-    "=",
-    "y",
-    "+",
-    "2",
-    ";",
-    "return",
-    "None",
-    "(",
-    "not",
-    "yet",
-    ")",
-    "{",
-    "}",
-    "\n",
-    "\n\n",
-    "\t",
-    "é",
-    "東京",
-    "🙂",
-    "-0.5",
-    "...",
-]
+_TEXT = (
+    "the order of a sum decides its last bit when numbers are kept in few digits so who wants to see the same result"
+    " twice must add in one order whatever stands beside it on the machine river stone light seven winter market Anna"
+    " 1907 x = y + 2 ; return None ( not yet ) { } \n \n\n \t é 東京 🙂 -0.5 ..."
+)
 
 Encode = Callable[[str], list[int]]
 
@@ -107,7 +43,7 @@ def _length(rng: random.Random, most: int) -> int:
 
 
 def _text(rng: random.Random, length: int, encode: Encode) -> list[int]:
-    ids = encode(" ".join(rng.choices(_WORDS, k=length)))
+    ids = encode(" ".join(rng.choices(_TEXT.split(" "), k=length)))
     return ids[:length] or [0]
 
 

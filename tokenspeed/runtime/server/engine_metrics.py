@@ -42,6 +42,8 @@ class EngineCollector(Collector):
         text = "Lines and events that their file or socket was too slow for."
         yield self._many(CounterMetricFamily, "telemetry_dropped", text, "of", stats.dropped.items())
         yield from self._closed_runtime(stats)
+        if attestation := self._engine.info.attestation:
+            yield self._attestation(attestation)
 
     def _load(self, stats: EngineStats) -> Iterator[Metric]:
         for name, text, value in (
@@ -81,6 +83,15 @@ class EngineCollector(Collector):
         text = "Counters of the device: those named after_seal stay 0 in a closed runtime."
         counters = ((name, value) for name, value in stats.device.items() if isinstance(value, int | float))
         yield self._many(GaugeMetricFamily, "device_counter", text, "counter", counters)
+
+    def _attestation(self, attestation: Mapping[str, str]) -> Metric:
+        """1 where the promise of equal bits is proven, 0 where it is served without."""
+        text = "Whether an attestation proves the artifact's promise of equal bits; if not, why it is served."
+        labels = ["model_name", "digest", "unattested"]
+        family = GaugeMetricFamily("tokenspeed:attested", text, labels=labels)
+        digest, reason = attestation.get("digest", ""), attestation.get("unattested", "")
+        family.add_metric([self._model, digest, reason], float(bool(digest)))
+        return family
 
     def _host_seconds(self, host: Mapping[str, Mapping[str, float]]) -> Metric:
         family = SummaryMetricFamily(
