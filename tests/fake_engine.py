@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tokenspeed.errors import EngineClosedError
+from tokenspeed.errors import EngineClosedError, WeightsError
 from tokenspeed.runtime.request import (
     EngineEvent,
     EventSink,
@@ -38,6 +39,7 @@ class FakeInfo:
     max_top_logprobs: int = 20
     penalties: bool = True
     artifact_digest: str = "0123456789abcdef0123"
+    weights_version: str = "0123456789abcdef0123"
     attestation: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -59,6 +61,8 @@ class FakeStats:
     device: dict[str, Any] = field(default_factory=lambda: {"allocations_after_seal": 0})
     after_ready: dict[str, int] = field(default_factory=lambda: {"allocations": 0, "compilations": 0})
     host: dict[str, Any] = field(default_factory=lambda: {"plan": {"count": 2, "seconds": 0.5}})
+    weight_updates: int = 0
+    weight_update_seconds: float = 0.0
 
 
 @dataclass
@@ -148,6 +152,11 @@ class FakeEngine:
         waiting = len(self._live) - running + len(self._inbox)
         by_priority = self.waiting_room.by_priority
         return FakeStats(running, waiting, 100, 100 - running, self._steps, waiting_by_priority=by_priority)
+
+    def update_weights(
+        self, path: str | os.PathLike[str], *, version: str | None = None, when: str = "drain"
+    ) -> dict[str, Any]:
+        raise WeightsError(f"the weights {path} are not for this engine, which has none", param="path")
 
     def watch(self, watcher: Callable[[str], None]) -> None:
         self.watchers.append(watcher)

@@ -109,6 +109,12 @@ class QueueFullError(RequestError):
         self.of_tenant = of_tenant
 
 
+class WeightsError(RequestError):
+    """A file of weights does not fit the artifact that runs, or could not take the place of its weights."""
+
+    code = "weights_error"
+
+
 class EngineClosedError(TokenSpeedError):
     """The engine is draining or has stopped and takes no new requests."""
 

@@ -102,8 +102,8 @@ void bind_cpu_device(nb::module_& m) {
       .def("update_weights", &CpuDevice::update_weights, "path"_a, "file_offset"_a, "nbytes"_a, Release(),
            "Replace what region weights holds, at the same addresses, by a range of a file of exactly its size:\n"
            "behind the steps in flight, before those submitted from here on. Never writes to the file that weights came\n"
-           "from. Raises DeviceError; the weights are then as before, unless the text says that they are unknown, and\n"
-           "no step runs until another update has gone well. That can be where memory does not suffice for both.")
+           "from. Raises WeightsUnknownError when what the region holds is then unknown (it can be where memory does\n"
+           "not suffice for both, and the file cannot be read to its end), any other DeviceError when it is what it was.")
       .def("allocate", &allocate,
            "region"_a, "nbytes"_a, "Allocate region kv, arena, io or state, zeroed. Raises DeviceError.")
       .def("allocate_host_pages", &CpuDevice::allocate_host_pages, "num_pages"_a, "page_bytes"_a, Release(),
@@ -141,6 +141,7 @@ void bind_device(nb::module_& m) {
   m.attr("KERNEL_ABI") = kKernelAbi;
   nb::exception<GraphError>(m, "GraphError");
   nb::exception<DeviceError>(m, "DeviceError");
+  nb::exception<WeightsUnknownError>(m, "WeightsUnknownError", m.attr("DeviceError").ptr());
   nb::class_<RegionBuffer>(m, "RegionBuffer", nb::type_slots(region_buffer_slots),
                            "What a memoryview from a device's view() exports; not for direct use.");
   bind_cpu_device(m);

@@ -184,8 +184,8 @@ void bind_gpu_device(nb::module_& m) {
            "piece_bytes"_a = 0, Release(),
            "Replace what region weights holds by a range of a file of exactly its size, behind the steps in flight;\n"
            "steps submitted meanwhile are refused. The file is read whole before anything changes, then once more.\n"
-           "Raises DeviceError; the weights are then as before, unless the text says that they are unknown, and no\n"
-           "step runs until another update has gone well.")
+           "Raises WeightsUnknownError when what the region holds is then unknown, any other DeviceError when it is what\n"
+           "it was.")
       .def("allocate", &allocate, "region"_a, "nbytes"_a, Release(),
            "Allocate region kv, arena or state; zeroed, but for kv. Raises DeviceError, saying what to change when\n"
            "memory is short.")

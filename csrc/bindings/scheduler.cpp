@@ -440,9 +440,10 @@ void bind_scheduler(nb::module_& m) {
            "Ends a request; False if it is unknown or has ended. Its pages are free at once, or when the last step\n"
            "in flight that uses them is over. No event of it follows.")
       .def("expire", &expire, "now_ns"_a, "Ends the requests whose deadline has come; returns them.")
-      .def("preempt", [](S& self, int64_t id) { return self.preempt(id); }, "request_id"_a,
+      .def("preempt", [](S& self, int64_t id, bool always) { return self.preempt(id, always); }, "request_id"_a,
+           "always"_a = false,
            "Has a request give its place up and wait before all new ones. False where it cannot: it has no place, a step\n"
-           "in flight uses it, or it has drawn nothing since the last time.")
+           "in flight uses it, or, unless `always`, it has drawn nothing since the last time.")
       .def("flush_prefixes", [](S& self) { self.flush_prefixes(); },
            "The weights have changed: nothing cached is used by requests admitted from here on.")
       .def("drop_host_tier", [](S& self) { self.drop_host_tier(); }, "The host's memory of pages is not used any more.")

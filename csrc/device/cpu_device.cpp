@@ -130,7 +130,7 @@ void CpuDevice::update_weights(const std::string& path, uint64_t file_offset, ui
   try {
     update.apply();
   } catch (const DeviceError& e) {
-    throw DeviceError(std::string(e.what()) + "; " + kWeightsUnknown);
+    throw WeightsUnknownError(std::string(e.what()) + "; " + kWeightsUnknown);
   }
   weights_unknown_ = false;
   unsettled_.reset();
@@ -204,7 +204,7 @@ int CpuDevice::load_graph(std::span<const std::byte> bytes, uint64_t kv_page_str
 
 Job CpuDevice::job_of(int graph, const StepSizes& sizes, uint64_t io_offset) const {
   require_open();
-  if (weights_unknown_) throw DeviceError(kWeightsUnknown);
+  if (weights_unknown_) throw WeightsUnknownError(kWeightsUnknown);
   if (graph < 0 || static_cast<size_t>(graph) >= graphs_.size()) {
     throw DeviceError("graph " + std::to_string(graph) + " is not loaded: this device has " +
                       std::to_string(graphs_.size()) + " graphs, from 0");

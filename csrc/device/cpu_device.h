@@ -40,8 +40,8 @@ class CpuDevice {
   // close() ends it early. Returns at once when there is nothing to move or another thread moves it.
   void settle();
   // Replaces the contents of region weights, at the same addresses, by a range of a file: behind the steps in flight,
-  // and before those submitted from here on. Throws DeviceError: the weights are then as before, unless the text says
-  // that what they hold is unknown; no step runs before another update has gone well.
+  // and before those submitted from here on. Throws WeightsUnknownError when what they hold is then
+  // unknown, any other DeviceError when it is what it was.
   void update_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes);
   void allocate(RegionKind kind, uint64_t nbytes);
   // Memory of the host tier, counted as a region: num_pages pages of page_bytes, the distance of pages in region kv.

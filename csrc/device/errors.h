@@ -16,4 +16,10 @@ struct DeviceError : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
+// An update of region weights ended half-way: what the region holds is unknown, and no step runs before another one has
+// gone well.
+struct WeightsUnknownError : DeviceError {
+  using DeviceError::DeviceError;
+};
+
 }  // namespace tokenspeed::device

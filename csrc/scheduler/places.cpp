@@ -38,13 +38,14 @@ bool Scheduler::free_a_page(const Request& needy) {
   return false;
 }
 
-bool Scheduler::preempt(int64_t request_id) {
+bool Scheduler::preempt(int64_t request_id, bool always) {
   publish_noted();
   const auto found = requests_.find(request_id);
   if (found == requests_.end()) return false;
   Request& request = *found->second;
   const bool has_place = fsm::is<fsm::Prefilling>(request.state) || fsm::is<fsm::Decoding>(request.state);
-  if (!has_place || fsm::num_steps_in_flight(request.state) > 0 || !request.has_progressed()) return false;
+  if (!has_place || fsm::num_steps_in_flight(request.state) > 0) return false;
+  if (!always && !request.has_progressed()) return false;
   leave_place(request);
   recent_.flush(request);
   fsm::follow(request.state, fsm::Preempt{});

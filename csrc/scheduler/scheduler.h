@@ -99,8 +99,8 @@ class Scheduler {
   std::span<const int64_t> expire(int64_t now_ns);
 
   // Has a request give its place up, which then waits before all new ones. False where it cannot: it has no place, a
-  // step in flight uses it, or it has drawn nothing since the last time.
-  bool preempt(int64_t request_id);
+  // step in flight uses it, or, unless `always`, it has drawn nothing since the last time.
+  bool preempt(int64_t request_id, bool always = false);
 
   // The weights have changed: nothing that is cached is used by requests admitted from here on.
   void flush_prefixes();

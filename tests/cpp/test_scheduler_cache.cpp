@@ -275,6 +275,29 @@ TEST(after_a_flush_nothing_of_before_is_used) {
   CHECK(s.is_idle() && to_be_had(s) == 16);
 }
 
+// What an update of weights does to requests that shall go on: none of their pages is read again.
+TEST(all_may_be_preempted_before_a_flush) {
+  Scheduler s(cached());
+  serve(s, 1, prompt(9));
+  s.submit(2, prompt(9), wants(6));
+  turn(s);
+  CHECK(s.preempt(2));  // which no new request could make it do again at once
+  turn(s);
+  s.submit(3, prompt(14, 500), wants(4));
+  const Step* step = s.next_step();
+  commit(s, step);
+  for (const int64_t id : {2, 3}) s.preempt(id, true);
+  CHECK(s.num_running() == 0 && s.num_preempted() == 2 && s.num_in_flight() == 0);
+  s.flush_prefixes();
+  CHECK(s.num_cached_pages() == 0 && s.num_free_pages() == s.num_pages());
+  step = s.next_step();
+  CHECK(hit(step).first == 0);
+  commit(s, step);
+  CHECK(!s.preempt(99, true));
+  run_dry(s);
+  CHECK(s.is_idle());
+}
+
 TEST(a_cold_prefix_goes_to_the_host_and_comes_back) {
   Scheduler s(with_host(4, 8));
   serve(s, 1, prompt(8));

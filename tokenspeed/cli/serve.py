@@ -45,6 +45,9 @@ def add_parser(subparsers: Subparsers) -> None:
     parser.add_argument("--unattested", metavar="REASON",
                         help="serve an artifact of --numerics rl-bitwise without the proof that `tokenspeed invariance`"
                         " gives; the reason is logged, and told in /get_server_info and /metrics")  # fmt: skip
+    parser.add_argument(
+        "--allow-weight-updates", metavar="DIR", help="take new weights from below DIR, at POST /update_weights"
+    )
     _add_scheduling(parser)
     _add_kv_events(parser)
     parser.add_argument("--trace-scheduler", metavar="FILE",
@@ -113,6 +116,7 @@ def _serve(args: argparse.Namespace, stack: contextlib.ExitStack) -> int:
         api_keys=api_keys(args),
         served_names=tuple(args.served_model_name),
         drain_timeout=args.drain_timeout,
+        weights_dir=args.allow_weight_updates,
         access_log=args.access_log,
     )
 
@@ -165,6 +169,11 @@ def _check(args: argparse.Namespace) -> None:
         raise UsageError("--kv-events-replay answers for --kv-events, which is not there", hint="give both")
     if args.kv_events is not None and args.no_prefix_cache:
         raise UsageError("--kv-events tells of cached prefixes, and --no-prefix-cache has none", hint="give one")
+    if args.allow_weight_updates is not None and not os.path.isdir(args.allow_weight_updates):
+        raise UsageError(
+            f"--allow-weight-updates is {args.allow_weight_updates!r}, and there is no such folder",
+            hint="make the folder first, and let nobody write to it who may not choose the weights",
+        )
     for name in ("max_waiting", "max_waiting_per_key"):
         if (value := getattr(args, name)) is not None and not 1 <= value <= 1 << 20:
             raise UsageError(f"--{name.replace('_', '-')} is {value}; it must lie between 1 and {1 << 20}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import queue
 import time
 from collections import deque
@@ -48,6 +49,8 @@ class EngineInfo(Limits, Protocol):
     @property
     def artifact_digest(self) -> str: ...
     @property
+    def weights_version(self) -> str: ...
+    @property
     def attestation(self) -> Mapping[str, str]: ...
 
 
@@ -70,6 +73,8 @@ class EngineStats(Protocol):
     device: dict[str, Any]
     after_ready: dict[str, int]
     host: dict[str, Any]
+    weight_updates: int
+    weight_update_seconds: float
 
 
 class EngineLike(Protocol):
@@ -96,6 +101,9 @@ class EngineLike(Protocol):
     ) -> int: ...
     def abort(self, request_id: int) -> None: ...
     def stats(self) -> EngineStats: ...
+    def update_weights(
+        self, path: str | os.PathLike[str], *, version: str | None = None, when: str = "drain"
+    ) -> dict[str, Any]: ...
     def watch(self, watcher: Callable[[str], None]) -> None: ...  # calls it with why the engine failed, should it
     def close(self, *, drain: bool = True, timeout: float | None = None) -> bool: ...
 

@@ -14,11 +14,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from tokenspeed import _native
-from tokenspeed.errors import EngineClosedError, UsageError
+from tokenspeed.errors import EngineClosedError, EngineFailedError, UsageError, WeightsError
 from tokenspeed.runtime import trace
 from tokenspeed.runtime.engine_info import EngineStats, info_of
 from tokenspeed.runtime.executor import DeviceError, InFlight, MoveError, StepOutputs
@@ -39,6 +39,15 @@ from tokenspeed.runtime.sampling import check_options, resolve
 from tokenspeed.runtime.scheduler_trace import SchedulerTrace, StepTimes, limits_of
 from tokenspeed.runtime.scheduling import request_params, scheduler_config, settled_seed
 from tokenspeed.runtime.waiting import Place, WaitingRoom
+from tokenspeed.runtime.weight_update import (
+    UNKNOWN_VERSION,
+    WeightCounters,
+    WeightUpdate,
+    When,
+    check_file,
+    check_version,
+    parse_when,
+)
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.async_llm import Prompt, RequestOutput
@@ -77,6 +86,7 @@ class _Submission:
     prompt_ids: list[int]
     params: Any
     live: _Live
+    deadline: float | None  # seconds of time.monotonic
 
 
 class Engine:
@@ -138,7 +148,10 @@ class Engine:
         self.compilers_before = compilers()
         self.failure: str | None = None
         self._watchers: list[Callable[[str], None]] = []
-        self._inbox: deque[_Submission | int] = deque()  # submissions, and ids to abort, in order of arrival
+        self._inbox: deque[_Submission | WeightUpdate | int] = deque()  # in order of arrival; ids are to be aborted
+        self._update: WeightUpdate | None = None  # that waits until requests have ended
+        self._held: deque[_Submission | WeightUpdate] = deque()  # what came behind it
+        self.weight_counters = WeightCounters()
         self._wake = threading.Condition()
         self._next_id = 0
         self._closing = False
@@ -209,7 +222,8 @@ class Engine:
             place = self.waiting_room.enter(options.tenant, options.priority, time.monotonic())
             live = _Live(sink, params, prompt_logprobs, asks_logprobs, options.timeout is not None, place)
             request_id, self._next_id = self._next_id, self._next_id + 1
-            self._inbox.append(_Submission(request_id, prompt_ids, native, live))
+            deadline = None if options.timeout is None else time.monotonic() + options.timeout
+            self._inbox.append(_Submission(request_id, prompt_ids, native, live, deadline))
             self._wake.notify()
         trace.mark("first request", once=True)
         return request_id
@@ -222,6 +236,44 @@ class Engine:
                 return
             self._inbox.append(number)
             self._wake.notify()
+
+    def update_weights(
+        self, path: str | os.PathLike[str], *, version: str | None = None, when: str = When.DRAIN
+    ) -> dict[str, Any]:
+        """Replace the weights by those of a file, between two steps. Blocks until that is done.
+
+        Nothing that was computed from the old weights is read under the new ones: cached prefixes go, those of the host
+        tier too, and their hashes count updates. Requests that are submitted later run under the new weights.
+
+        Args:
+            path: a safetensors file with the names, types, shapes and offsets of the artifact's own (docs/weights.md).
+            version: name of the new weights, in ``info``, in outputs and in metrics; None makes one up, from the
+                artifact's digest and a number.
+            when: what happens to requests that are there already: ``weight_update.When``.
+
+        Returns:
+            ``version``, ``bytes``, ``seconds`` (for which no step ran), ``wait_seconds`` (before that).
+
+        Raises:
+            WeightsError: the file does not fit, or cannot be read. The weights are what they were; where the text says
+                that they are unknown, requests fail until another update has gone well.
+            UsageError: ``version`` or ``when`` makes no sense, or this is the engine's own thread.
+            EngineClosedError: the engine is draining. EngineFailedError: it failed meanwhile.
+        """
+        if threading.current_thread() is self._thread:
+            raise UsageError("update_weights would wait for the thread that it is called on: call it on another one")
+        if version is not None:
+            check_version(version)
+        chosen, file = parse_when(when), check_file(self.loaded.artifact, self.loaded.section, path)
+        with self._wake:
+            if self._closing:
+                raise EngineClosedError("the engine is shutting down and takes no new weights")
+            self.weight_counters.started += 1
+            made_up = f"{self.info.artifact_digest[:12]}+{self.weight_counters.started}"
+            update = WeightUpdate(file, made_up if version is None else version, chosen, time.monotonic())
+            self._inbox.append(update)
+            self._wake.notify()
+        return update.wait()
 
     def watch(self, watcher: Callable[[str], None]) -> None:
         """Have ``watcher`` called, on the engine's thread, with why the engine failed, should it do so (or has)."""
@@ -258,6 +310,8 @@ class Engine:
             device=(device := dict(self._executor.device.counters())),
             after_ready=after_ready(device, self.compilers_before),
             host=self.host_times.to_json(),
+            weight_updates=self.weight_counters.updates,
+            weight_update_seconds=self.weight_counters.seconds,
         )
 
     def generate(
@@ -284,7 +338,7 @@ class Engine:
         with self._wake:
             self._closing = True
             finished = self._wake.wait_for(
-                lambda: not (self._live or self._inbox),
+                lambda: not self._has_work(),
                 timeout=0 if not drain else None if deadline is None else max(0.0, deadline - time.monotonic()),
             )
             self._stopped = True
@@ -312,8 +366,10 @@ class Engine:
         try:
             while self._wait_for_work():
                 self._take_inbox()
-                if self._num_with_timeout:
+                if self._num_with_timeout or self._held:
                     self._expire()
+                if self._update is not None and not self._live:
+                    self._apply_update(self._update)
                 self._step()
         except DeviceError as e:  # of a device that is lost, which it says: no step will run any more
             reason, error = FinishReason.ERROR, str(e)
@@ -348,38 +404,115 @@ class Engine:
             for watcher in watchers:
                 watcher(error)
 
+    def _has_work(self) -> bool:
+        return bool(self._live or self._inbox or self._update)
+
     def _wait_for_work(self) -> bool:
         with self._wake:
-            if not (self._live or self._inbox):
+            if not self._has_work():
                 self._wake.notify_all()  # whoever waits in close()
-            self._wake.wait_for(lambda: self._live or self._inbox or self._in_flight or self._stopped)
+            self._wake.wait_for(lambda: self._has_work() or self._in_flight or self._stopped)
             return not self._stopped
 
     def _take_inbox(self) -> None:
         while self._inbox:
             item = self._inbox.popleft()
             if isinstance(item, int):
-                if item in self._live:
-                    self._publish_committed()
-                    self._scheduler.abort(item)
-                    self._end(item, FinishReason.ABORT)
-                continue
-            self._keep(item.request_id, item.live)
-            try:
-                self._scheduler.submit(item.request_id, item.prompt_ids, item.params, time.monotonic_ns())
-            except (ValueError, TypeError, _native.QueueFull) as e:  # that request's own fault: it ends, others go on
-                self._end(item.request_id, FinishReason.ERROR, str(e))
+                self._take_abort(item)
+            elif self._update is not None:
+                self._held.append(item)
+            elif isinstance(item, WeightUpdate):
+                self._begin_update(item)
             else:
-                self._prompt_tokens += len(item.prompt_ids)
-                if self._trace is not None:
-                    live = item.live
-                    self._trace.submitted(item.request_id, len(item.prompt_ids), live.params.max_tokens, live.place)
+                self._take_submission(item)
+
+    def _take_submission(self, item: _Submission) -> None:
+        self._keep(item.request_id, item.live)
+        try:
+            self._scheduler.submit(item.request_id, item.prompt_ids, item.params, time.monotonic_ns())
+        except (ValueError, TypeError, _native.QueueFull) as e:  # that request's own fault: it ends, others go on
+            self._end(item.request_id, FinishReason.ERROR, str(e))
+        else:
+            self._prompt_tokens += len(item.prompt_ids)
+            if self._trace is not None:
+                live = item.live
+                self._trace.submitted(item.request_id, len(item.prompt_ids), live.params.max_tokens, live.place)
+
+    def _take_abort(self, request_id: int) -> None:
+        if request_id in self._live:
+            self._publish_committed()
+            self._scheduler.abort(request_id)
+            self._end(request_id, FinishReason.ABORT)
+        else:
+            self._end_held(lambda item: item.request_id == request_id, FinishReason.ABORT)
+
+    def _end_held(self, ends: Callable[[_Submission], bool], reason: FinishReason) -> None:
+        """End, of the requests behind an update, those that ``ends`` says."""
+        for item in [item for item in self._held if isinstance(item, _Submission) and ends(item)]:
+            self._held.remove(item)
+            self._keep(item.request_id, item.live)
+            self._end(item.request_id, reason)
 
     def _take_inbox_after_stop(self) -> None:
-        for item in self._inbox:
+        for item in (self._update, *self._held, *self._inbox):
             if isinstance(item, _Submission):
                 self._keep(item.request_id, item.live)
+            elif isinstance(item, WeightUpdate):
+                item.finish(EngineClosedError("the engine has stopped before the weights were updated"))
+        self._update = None
+        self._held.clear()
         self._inbox.clear()
+
+    def _begin_update(self, update: WeightUpdate) -> None:
+        """Let what an update waits for end, or see that nothing of what runs will be read again."""
+        self._update = update
+        if update.when is When.DRAIN:
+            return  # the loop goes on until no request is left
+        self._finish_all()
+        for request_id, state, *_ in self._scheduler.requests():
+            if update.when is When.PREEMPT:
+                self._scheduler.preempt(request_id, always=True)
+            elif state != "waiting":
+                self._scheduler.abort(request_id)
+                self._end(request_id, FinishReason.ABORT)
+        self._apply_update(update)
+
+    def _finish_all(self) -> None:
+        while self._in_flight:
+            self._finish_oldest()
+        self._publish_committed()
+
+    def _apply_update(self, update: WeightUpdate) -> None:
+        """Replace the weights, while no step runs and no request has keys and values; what came behind goes on."""
+        self._finish_all()
+        error: Exception | None = None
+        began, waited = time.perf_counter(), time.monotonic() - update.asked
+        try:
+            self._executor.device.update_weights(str(update.file.path), update.file.offset, update.file.nbytes)
+        except DeviceError as e:
+            if is_lost(e):
+                self._update = None
+                update.finish(EngineFailedError(str(e)))
+                raise
+            error = WeightsError(f"the weights could not be replaced: {e}", param="path")
+            if isinstance(e, _native.WeightsUnknownError):
+                self._note_weights(UNKNOWN_VERSION)
+        else:
+            self._note_weights(update.version)
+            seconds = time.perf_counter() - began
+            self.weight_counters.add(seconds)
+            update.succeeded(seconds, waited)
+        self._update = None
+        self._inbox.extendleft(reversed(self._held))
+        self._held.clear()
+        update.finish(error)
+
+    def _note_weights(self, version: str) -> None:
+        """What is cached is of other weights."""
+        self._scheduler.flush_prefixes()
+        self._publish_kv_events()
+        self.info = replace(self.info, weights_version=version)
+        _log.info("the weights are %s", version)
 
     def _step(self) -> None:
         """Start the next step, tell of the one before, and take the results of the oldest once enough are in flight.
@@ -391,6 +524,9 @@ class Engine:
         self._publish_committed()
         if self._in_flight and (step is None or len(self._in_flight) == self._executor.io_sets):
             self._finish_oldest()
+        self._publish_kv_events()
+
+    def _publish_kv_events(self) -> None:
         if self._kv_events is not None and (events := self._scheduler.take_events()):
             self._kv_events.put(events)
 
@@ -432,6 +568,9 @@ class Engine:
             self._publish_committed()
             for request_id in expired:
                 self._end(request_id, FinishReason.TIMEOUT)
+        if self._held:
+            now = time.monotonic()
+            self._end_held(lambda item: item.deadline is not None and item.deadline <= now, FinishReason.TIMEOUT)
 
     def _finish_oldest(self) -> None:
         running = self._in_flight.popleft()
@@ -499,14 +638,14 @@ class Engine:
             self.host_times.publish.add(time.perf_counter() - began)
 
     def _publish(self, drawn: _native.Drawn, logprobs: dict[int, TokenLogprobs]) -> None:
-        live_requests = self._live
+        live_requests, version = self._live, self.info.weights_version
         for request_id, token, finish in drawn:
             live = live_requests.get(request_id)
             if live is None:
                 continue
             self._generation_tokens += 1
             if finish is None and not live.asks_logprobs and live.cached_tokens is None:
-                live.sink(EngineEvent(request_id, (token,)))
+                live.sink(EngineEvent(request_id, (token,), weights_version=version))
                 continue
             prompt_logprobs, live.prompt_logprobs = live.prompt_logprobs, None
             cached_tokens, live.cached_tokens = live.cached_tokens, None
@@ -523,6 +662,7 @@ class Engine:
                     stop_token_id=token if reason is FinishReason.STOP else None,
                     cached_tokens=cached_tokens,
                     queue_seconds=None if cached_tokens is None else live.queue_seconds,
+                    weights_version=version,
                 )
             )
         trace.mark("first token", once=True)

@@ -35,6 +35,8 @@ class RequestOutput:
         cached_tokens: tokens of the prompt that the prefix index had, so that they were not computed; in the first
             output only, and None when no token was drawn.
         queue_seconds: how long it waited before it ran, in the first output only.
+        weights_versions: versions of the weights that drew ``token_ids``, in order; more than one where an update
+            preempted the request.
         finish_reason: set in the last output.
         stop_reason: the stop string or token id that ended it; None at the model's own end of sequence or length.
         error: what went wrong, when finish_reason is ERROR.
@@ -48,6 +50,7 @@ class RequestOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     cached_tokens: int | None = None
     queue_seconds: float | None = None
+    weights_versions: tuple[str, ...] = ()
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None
     error: str | None = None
@@ -66,6 +69,7 @@ def join(outputs: Iterable[RequestOutput]) -> RequestOutput:
         prompt_logprobs=next((o.prompt_logprobs for o in parts if o.prompt_logprobs is not None), None),
         cached_tokens=next((o.cached_tokens for o in parts if o.cached_tokens is not None), None),
         queue_seconds=next((o.queue_seconds for o in parts if o.queue_seconds is not None), None),
+        weights_versions=tuple(dict.fromkeys(v for o in parts for v in o.weights_versions)),
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         error=last.error,
@@ -117,6 +121,7 @@ class Assembler:
             prompt_logprobs=None if event.prompt_logprobs is None else tuple(event.prompt_logprobs),
             cached_tokens=event.cached_tokens,
             queue_seconds=event.queue_seconds,
+            weights_versions=() if event.weights_version is None else (event.weights_version,),
             finish_reason=reason,
             stop_reason=stop_reason,
             error=event.error,

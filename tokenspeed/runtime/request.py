@@ -95,10 +95,11 @@ class EngineEvent:
 
     One per token and request: not frozen, which would make it several times as slow to make. Nobody changes it.
 
-    ``logprobs`` is parallel to ``token_ids`` when they were asked for. ``prompt_logprobs`` has one entry
-    per prompt token: None for the first, and before logprob_start_len. With the first token, ``cached_tokens`` is how many tokens of the
-    prompt were not computed, since their keys and values were in the prefix index, and ``queue_seconds`` how long it
-    waited before it ran. After an event with ``finish_reason`` none follows.
+    ``logprobs`` is parallel to ``token_ids`` when they were asked for. ``prompt_logprobs`` has one entry per prompt
+    token: None for the first, and before logprob_start_len. With the first token, ``cached_tokens`` is how many tokens
+    of the prompt were not computed, since their keys and values were in the prefix index, and ``queue_seconds`` how
+    long it waited before it ran. ``weights_version`` is that of the weights which drew the tokens. After an event with
+    ``finish_reason`` none follows.
     """
 
     request_id: int
@@ -110,6 +111,7 @@ class EngineEvent:
     stop_token_id: int | None = None
     cached_tokens: int | None = None
     queue_seconds: float | None = None
+    weights_version: str | None = None
 
 
 EventSink = Callable[[EngineEvent], None]

@@ -56,8 +56,7 @@ class GpuDevice {
   void load_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes, const StreamOptions& options);
   // Replaces the contents of region weights by a range of a file, behind the steps in flight; no step is taken until
   // this returns. The file is read whole before anything changes, through pinned buffers that are given back. Throws
-  // DeviceError: the weights are then as before, unless the text says that what they hold is unknown; no step runs
-  // before another update has gone well.
+  // WeightsUnknownError when what the region holds is then unknown, any other DeviceError when it is what it was.
   void update_weights(const std::string& path, uint64_t file_offset, uint64_t nbytes, const StreamOptions& options);
   // Regions kv, arena and state. All are zero but kv, whose pages may hold anything.
   void allocate(RegionKind kind, uint64_t nbytes);

@@ -100,7 +100,7 @@ void GpuDevice::update_weights(const std::string& path, uint64_t file_offset, ui
   } catch (const DeviceLostError&) {
     throw;
   } catch (const DeviceError& e) {
-    throw DeviceError(std::string(e.what()) + "; " + kWeightsUnknown);
+    throw WeightsUnknownError(std::string(e.what()) + "; " + kWeightsUnknown);
   }
 }
 

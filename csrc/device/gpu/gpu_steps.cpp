@@ -16,7 +16,7 @@ constexpr size_t kMaxTimedSteps = 65536;
 GpuGraph& GpuDevice::graph_of(int graph, const StepSizes& sizes, int io_set) {
   require_open();
   if (updating_weights_) throw DeviceError("weights are being updated: submit steps when update_weights has returned");
-  if (weights_unknown_) throw DeviceError(kWeightsUnknown);
+  if (weights_unknown_) throw WeightsUnknownError(kWeightsUnknown);
   if (graph < 0 || static_cast<size_t>(graph) >= graphs_.size() || graphs_[static_cast<size_t>(graph)] == nullptr) {
     throw DeviceError("graph " + std::to_string(graph) + " is not loaded: this device has " +
                       std::to_string(graphs_.size()) + " graphs, from 0");

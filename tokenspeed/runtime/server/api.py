@@ -17,7 +17,7 @@ from tokenspeed.runtime.request import FinishReason, RequestOptions
 from tokenspeed.runtime.server.errors import BodyTooLargeError, RequestTimeoutError, error_body, json_response
 from tokenspeed.runtime.server.fields import parse_body
 from tokenspeed.runtime.server.protocol import ChatRequest, Common, CompletionRequest, parse_chat, parse_completion
-from tokenspeed.runtime.server.responses import Answer, CompletionText, chat_completion, finish, usage
+from tokenspeed.runtime.server.responses import Answer, CompletionText, chat_completion, usage
 from tokenspeed.runtime.server.state import ServerState
 from tokenspeed.runtime.server.streaming import EventStream, event, merge, while_connected
 
@@ -99,7 +99,9 @@ def _too_large(limit: int) -> BodyTooLargeError:
 def _answer(state: ServerState, llm: AsyncLLM, parsed: Common) -> Answer:
     name = parsed.model or state.served_names[0]
     state.check_model(name)
-    return Answer(parsed, llm.tokenizer, name, f"fp_{llm.engine.info.artifact_digest[:12]}")
+    fingerprint = f"fp_{llm.engine.info.artifact_digest[:12]}"
+    tells_versions = state.settings.weights_dir is not None
+    return Answer(parsed, llm.tokenizer, name, fingerprint, tells_versions=tells_versions)
 
 
 def _scheduling(request: Request, parsed: Common) -> RequestOptions:
@@ -193,7 +195,7 @@ async def _chat_events(answer: Answer, parsed: ChatRequest, generation: Generati
             "index": output.index,
             "delta": {"content": output.text} if output.text or logprobs else {},
             "logprobs": logprobs,
-            **finish(output),
+            **answer.finish(output),
         }
         if parsed.token_ids:
             choice["token_ids"] = list(output.token_ids)

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tokenspeed import __version__
 from tokenspeed.errors import EngineClosedError, TokenSpeedError
-from tokenspeed.runtime.server import api
+from tokenspeed.runtime.server import api, weights
 from tokenspeed.runtime.server.errors import (
     ApiKeyError,
     error_response,
@@ -54,6 +54,7 @@ def create_app(state: ServerState) -> Starlette:
         Route("/v1/models/{name:path}", model),
         Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
         Route("/v1/completions", api.completions, methods=["POST"]),
+        Route("/update_weights", weights.update_weights, methods=["POST"]),
     ]
     keys = state.settings.api_keys
     app = Starlette(

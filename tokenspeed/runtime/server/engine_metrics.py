@@ -41,9 +41,18 @@ class EngineCollector(Collector):
             yield self._one(CounterMetricFamily, name, text, stats.scheduler.get(counter, 0))
         text = "Lines and events that their file or socket was too slow for."
         yield self._many(CounterMetricFamily, "telemetry_dropped", text, "of", stats.dropped.items())
+        yield from self._weights(stats)
         yield from self._closed_runtime(stats)
         if attestation := self._engine.info.attestation:
             yield self._attestation(attestation)
+
+    def _weights(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._one(CounterMetricFamily, "weight_updates", "Updates of the weights.", stats.weight_updates)
+        text = "For how long updates of the weights kept steps from running."
+        yield self._one(CounterMetricFamily, "weight_update_seconds", text, stats.weight_update_seconds)
+        text = "1 for the version of the weights that run now."
+        version = (self._engine.info.weights_version, 1)
+        yield self._many(GaugeMetricFamily, "weights_version", text, "version", [version])
 
     def _load(self, stats: EngineStats) -> Iterator[Metric]:
         for name, text, value in (

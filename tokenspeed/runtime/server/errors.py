@@ -34,6 +34,14 @@ class ApiKeyError(RequestError):
     code = "invalid_api_key"
 
 
+class ForbiddenError(RequestError):
+    """What is asked is not allowed on this server."""
+
+    http_status = 403
+    kind = "permission_error"
+    code = "forbidden"
+
+
 class RequestTimeoutError(TokenSpeedError):
     """The time that a request allowed itself was up before its first token."""
 

@@ -98,7 +98,10 @@ def usage(num_prompt_tokens: int, num_output_tokens: int, num_cached_tokens: int
 class Answer:
     """What every response and chunk of one request shares: its id, time, model name and fingerprint."""
 
-    def __init__(self, request: Common, tokenizer: Tokenizer, model: str, fingerprint: str):
+    def __init__(
+        self, request: Common, tokenizer: Tokenizer, model: str, fingerprint: str, *, tells_versions: bool = False
+    ):
+        self._tells_versions = tells_versions  # of weights
         self.request = request
         self.tokenizer = tokenizer
         self.logprobs = Logprobs(tokenizer, as_ids=request.token_id_names)
@@ -109,10 +112,11 @@ class Answer:
     def envelope(self, kind: str, choices: list[dict[str, Any]], **extra: Any) -> dict[str, Any]:
         return {"id": self.id, "object": kind, **self._head, "choices": choices, **extra}
 
-
-def finish(output: RequestOutput) -> dict[str, Any]:
-    reason = None if output.finish_reason is None else output.finish_reason.value
-    return {"finish_reason": reason, "stop_reason": output.stop_reason}
+    def finish(self, output: RequestOutput) -> dict[str, Any]:
+        """How a choice ended, if it did, and by which weights its tokens were drawn."""
+        reason = None if output.finish_reason is None else output.finish_reason.value
+        versions = {"weights_versions": list(output.weights_versions)} if self._tells_versions else {}
+        return {"finish_reason": reason, "stop_reason": output.stop_reason, **versions}
 
 
 def chat_completion(
@@ -125,7 +129,7 @@ def chat_completion(
             "index": output.index,
             "message": {"role": "assistant", "content": output.text},
             "logprobs": answer.logprobs.chat(output.logprobs) if request.params.logprobs is not None else None,
-            **finish(output),
+            **answer.finish(output),
         }
         if request.token_ids:
             choice["token_ids"] = list(output.token_ids)
@@ -165,7 +169,7 @@ class CompletionText:
         logprobs = None
         if request.params.logprobs is not None:
             logprobs, self._offset = self._answer.logprobs.completion(token_ids, entries, self._offset)
-        fields: dict[str, Any] = {"text": text, "logprobs": logprobs, **finish(output)}
+        fields: dict[str, Any] = {"text": text, "logprobs": logprobs, **self._answer.finish(output)}
         if request.prompt_only:
             fields["finish_reason"] = "length"
         fields.update(self._extras(output))

@@ -22,6 +22,7 @@ class ServerSettings:
         served_names: names the model answers to instead of the artifact's own; the first is the one reported.
         drain_timeout: seconds that running requests get after SIGTERM.
         max_body_bytes: longest request body; more is answered with 413.
+        weights_dir: folder below which files of new weights are taken from; None: no weights are taken.
         access_log: one line on stderr for every request.
         announce: print the ready line on stderr.
     """
@@ -32,6 +33,7 @@ class ServerSettings:
     served_names: tuple[str, ...] = ()
     drain_timeout: float = 30.0
     max_body_bytes: int = 32 << 20
+    weights_dir: str | None = None
     access_log: bool = False
     announce: bool = True
 
