@@ -97,7 +97,7 @@ def faulty(honest: Path, place: Path, op: str, change: Change) -> Path:
 
 
 def packed(artifact: Path) -> Result:
-    plan = Plan(prompts=8, tokens=24, legs=("packed",))
+    plan = Plan(prompts=8, tokens=64, legs=("packed",))
     return examine(str(artifact), LoadOptions(kv_gib=0.05), plan, lambda folder: [], lambda *_: None)
 
 

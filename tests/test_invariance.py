@@ -53,7 +53,9 @@ def test_an_honest_artifact_passes_every_leg(honest: Path) -> None:
     # What only some legs do, and that they did it.
     assert legs["preempted"]["preemptions"] and legs["cached"]["cached_tokens"]
     assert not legs["alone"]["preemptions"] and not legs["alone"]["cached_tokens"]
-    assert legs["packed"]["compared"] == legs["alone"]["compared"] > legs["cached"]["compared"]
+    # Of a prompt's two requests one asks for its prompt's log-probabilities, and all for those of their replies.
+    assert legs["alone"]["compared"] > legs["packed"]["compared"] > 24 * 40
+    assert result["buckets_not_run"] == []
     assert Path(result["attestation"]).is_file() and result["not_attested"] == []
 
 

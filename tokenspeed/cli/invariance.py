@@ -157,6 +157,8 @@ def _print(result: Result, attested: Attestation | None, path: Path | None, lack
         )
         print("  ".join(cells).rstrip())
     print()
+    if result.buckets_not_run:
+        print(f"of {len(result.section.buckets)} buckets no leg ran {', '.join(result.buckets_not_run)}")
     if result.divergence is not None:
         print(_divergence(result))
     elif attested is not None:

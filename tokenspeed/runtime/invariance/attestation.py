@@ -42,6 +42,7 @@ _SHAPE: Mapping[str, Any] = {
     "tokenspeed": str,
     "kernels": {"library": str, "abi": int, "module_sha256": object},
     "legs": {...: _LEG},
+    "buckets_not_run": [str],
     "temperatures": [float],
     "prompts": {"number": int, "tokens": int, "seed": int, "sha256": str},
     "date": str,
@@ -128,6 +129,7 @@ def attest(result: Result) -> Attestation | None:
         "tokenspeed": __version__,
         "kernels": kernels(result.section),
         "legs": {leg.name: {name: getattr(leg, name) for name in _LEG} for leg in result.legs},
+        "buckets_not_run": result.buckets_not_run,
         "temperatures": [0.0, 1.0],
         "prompts": {
             "number": result.num_prompts, "tokens": result.plan.tokens, "seed": result.plan.seed,

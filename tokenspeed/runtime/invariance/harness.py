@@ -50,7 +50,7 @@ class LegResult:
 
 @dataclass
 class Result:
-    """What a run of the harness found. ``culprit`` None with a divergence: run again, both legs gave the same bits."""
+    """What a run of the harness found. ``buckets``: numbers of those that ran. ``culprit`` None with a divergence: run again, both legs gave the same bits."""
 
     plan: Plan
     artifact: Artifact
@@ -60,6 +60,7 @@ class Result:
     num_prompts: int
     prompts_sha256: str
     legs: list[LegResult] = field(default_factory=list)
+    buckets: set[int] = field(default_factory=set)
     divergence: Divergence | None = None
     culprit: Culprit | None = None
 
@@ -67,6 +68,11 @@ class Result:
     def passed(self) -> bool:
         """Every leg that ran is equal."""
         return self.divergence is None
+
+    @property
+    def buckets_not_run(self) -> list[str]:
+        entries = enumerate(self.section.buckets)
+        return [entry.bucket.name for i, entry in entries if i not in self.buckets]
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -82,6 +88,7 @@ class Result:
             "seed": self.plan.seed,
             "prompts_sha256": self.prompts_sha256,
             "legs": [leg.to_json() for leg in self.legs],
+            "buckets_not_run": self.buckets_not_run,
             "divergence": None if self.divergence is None else self.divergence.to_json(),
             "culprit": None if self.culprit is None else self.culprit.to_json(),
         }
@@ -176,6 +183,7 @@ class _Examiner:
             runs.cached_tokens, time.perf_counter() - began, runs.problem,
         )  # fmt: skip
         self._result.legs.append(found)
+        self._result.buckets |= {step.bucket for run in runs.runs for step in run.recording.steps}
         if leg == ALONE:
             self._reference = [outcomes[n] for n in range(len(self._cases))]
             self._recordings = [runs.runs[0]]

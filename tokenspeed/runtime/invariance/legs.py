@@ -51,7 +51,7 @@ def packed(bench: Bench, seed: int, done: Done) -> LegRuns:
     rng = random.Random(f"packed {seed}")
     run = Run()
     with bench.engine(run) as engine:
-        items = [*bench.items(range(len(bench.cases))), *bench.strangers(rng)]
+        items = [*bench.items(range(len(bench.cases)), rng), *bench.strangers(rng)]
         run_together(engine, items, run, done, rng)
     return LegRuns([run])
 
@@ -65,7 +65,7 @@ def chunks(bench: Bench, seed: int, done: Done) -> LegRuns:
         run = Run()
         found.runs.append(run)
         with bench.engine(run, max_step_tokens=size) as engine:
-            run_together(engine, bench.items(numbers), run, done)
+            run_together(engine, bench.items(numbers, rng), run, done)
     return found
 
 
@@ -97,22 +97,22 @@ def preempted(bench: Bench, seed: int, done: Done) -> LegRuns:
         own = numbers[int(prefix_index) :: 2]
         if not own:
             continue
-        run = _preempted(bench, own, prefix_index, done)
+        run = _preempted(bench, bench.items(own, rng), prefix_index, done)
         found.runs.append(run)
         if run.preemptions == 0:
             found.problem = "nothing was preempted: the requests are too few, or too short for pages of this size"
     return found
 
 
-def _preempted(bench: Bench, numbers: Sequence[int], prefix_index: bool, done: Done) -> Run:
+def _preempted(bench: Bench, items: Sequence[Item], prefix_index: bool, done: Done) -> Run:
     """In an engine with ever fewer pages, until requests are pushed back."""
-    needs = sorted((bench.pages_of(bench.cases[n]) for n in numbers), reverse=True)
+    needs = sorted((bench.pages_of(bench.cases[item.case]) for item in items if item.case is not None), reverse=True)
     wanted = sum(needs[: bench.envelope.max_num_seqs])
     num_pages = max(needs[0], min(bench.most_pages, int(_PREEMPTED_SHARE * wanted)))
     while True:
         run = Run()
         with bench.engine(run, num_pages=num_pages, prefix_index=prefix_index) as engine:
-            run_together(engine, bench.items(numbers), run, done)
+            run_together(engine, items, run, done)
         fewer = max(needs[0], num_pages * 2 // 3)
         if run.preemptions or fewer == num_pages:
             return run
@@ -120,16 +120,14 @@ def _preempted(bench: Bench, numbers: Sequence[int], prefix_index: bool, done: D
 
 
 def cached(bench: Bench, seed: int, done: Done) -> LegRuns:
-    """Each prompt has been computed by a request before; half ask for no log-probabilities of their prompts."""
+    """Each prompt has been computed by a request before."""
     rng = random.Random(f"cached {seed}")
     numbers = list(range(len(bench.cases)))
     rng.shuffle(numbers)
     run = Run()
     with bench.engine(run, prefix_index=True) as engine:
         run_together(engine, _preparing(bench, numbers), Run(), lambda _: None)
-        half = len(numbers) // 2
-        items = [*bench.items(numbers[:half]), *bench.items(numbers[half:], prompt_logprobs=False)]
-        run_together(engine, items, run, done, rng)
+        run_together(engine, bench.items(numbers, rng), run, done, rng)
     problem = (
         None if run.cached_tokens else "nothing was found in the prefix index: the prompts are shorter than a page"
     )

@@ -49,7 +49,7 @@ class Item:
 
 class Bench:
     """One load, and the engines that take turns on it. ``most_pages``: KV pages that an engine has unless it is said
-    otherwise: enough for as many of ``cases`` as may run at once."""
+    otherwise: enough for as many of ``cases`` as may run at once, and a stranger."""
 
     def __init__(self, loaded: Loaded, cases: Sequence[Case]):
         self.loaded = loaded
@@ -58,8 +58,10 @@ class Bench:
         self.vocab_size = loaded.artifact.manifest.model.vocab_size
         self._layout = StepLayout(loaded.section, self.envelope.page_size)
         longest = max(map(self.pages_of, cases))
-        self.longest_pages = longest
-        self.most_pages = min(loaded.num_pages, self.envelope.max_num_seqs * longest)
+        self._longest_stranger = min(
+            self.envelope.max_prefill_tokens, self.envelope.max_model_len - max(case.tokens for case in cases)
+        )
+        self.most_pages = min(loaded.num_pages, self.envelope.max_num_seqs * longest + self.envelope.pages_per_seq)
 
     def pages_of(self, case: Case) -> int:
         """KV pages that a case needs."""
@@ -85,26 +87,32 @@ class Bench:
         run.cached_tokens = stats.scheduler["cached_tokens"]
         run.recording = device.recording
 
-    def items(self, numbers: Sequence[int], *, prompt_logprobs: bool = True) -> list[Item]:
-        return [
-            Item(n, self.cases[n].ids, self.cases[n].params(prompt_logprobs=prompt_logprobs)) for n in numbers
-        ]  # fmt: skip
+    def items(self, numbers: Sequence[int], rng: random.Random | None = None) -> list[Item]:
+        """The cases with these numbers. With ``rng`` one of the two cases of a prompt, at random, asks for its
+        log-probabilities, and the other one not: a step has few logit rows, so that only the other is computed in
+        large chunks."""
+        asks = [True] * len(self.cases)
+        if rng is not None:
+            first = [bool(rng.getrandbits(1)) for _ in self.cases[::2]]
+            asks = [asked for one in first for asked in (one, not one)]
+        return [Item(n, self.cases[n].ids, self.cases[n].params(prompt_logprobs=asks[n])) for n in numbers]
 
     def strangers(self, rng: random.Random) -> list[Item]:
-        """Requests that nobody compares, of all kinds."""
+        """Requests that nobody compares, of all kinds; the first of them fills the largest step."""
         longest = max(len(case.ids) for case in self.cases)
+        lengths = [self._longest_stranger, *(rng.randint(1, longest) for _ in range(STRANGERS - 1))]
         tokens = max(case.tokens for case in self.cases)
         return [
             Item(
                 None,
-                rng.choices(range(self.vocab_size), k=rng.randint(1, longest)),
+                rng.choices(range(self.vocab_size), k=length),
                 SamplingParams(
                     max_tokens=rng.randint(1, tokens), temperature=rng.choice((0.0, 0.5, 1.0, 2.0)), seed=i,
                     top_p=rng.choice((1.0, 0.9)), top_k=rng.choice((0, 5)), ignore_eos=True,
                     logprobs=rng.choice((None, 0, 5)),
                 ),
             )
-            for i in range(STRANGERS)
+            for i, length in enumerate(lengths)
         ]  # fmt: skip
 
 

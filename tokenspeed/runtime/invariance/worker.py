@@ -48,7 +48,7 @@ def work(path: str, options: LoadOptions, folder: Path) -> None:
         bench, run = Bench(loaded, cases), Run()
         with bench.engine(run, prefix_index=True) as engine:
             rng = random.Random(f"process {job['seed']}")
-            run_together(engine, bench.items(range(len(cases))), run, lambda _: None, rng)
+            run_together(engine, bench.items(range(len(cases)), rng), run, lambda _: None, rng)
     finally:
         loaded.executor.device.close()
     run.recording.write(folder / _STEPS)
