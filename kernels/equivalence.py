@@ -94,8 +94,10 @@ class ProvenClass:
 
 @dataclass(frozen=True)
 class Choice:
-    """How ``aok`` serves a request: the members used, and those that would be otherwise but are not in the class."""
+    """How ``aok`` serves a request: the class, the members used, and those that would be used otherwise but are not in
+    the class."""
 
+    proven: ProvenClass
     members: tuple[MemberJson, ...]
     instead_of: tuple[MemberJson, ...]
     stages: tuple[Stage, ...]
@@ -103,9 +105,6 @@ class Choice:
 
 class ClassProof(Protocol):
     """How a kernel of solution ``aok`` keeps to a proven class: there is one for every op of a GPU that sums."""
-
-    def key(self, request: Request) -> dict[str, int]:
-        """The sizes by which the class is found."""
 
     def choose(self, request: Request) -> Choice:
         """What serves ``request``. Raises LookupError, saying why, where no class allows anything."""

@@ -191,9 +191,6 @@ def test_samplers_declare_what_they_promise_of_ties_and_draws() -> None:
 
 
 class NoProof:
-    def key(self, request: Request) -> dict[str, int]:
-        return {}
-
     def choose(self, request: Request) -> Choice:
         raise LookupError(f"need N to be 8, have {request.sizes['N']}")
 

@@ -21,6 +21,7 @@ from tokenspeed.kernels.triton import attention, linear, norm, sample
 from tokenspeed.kernels.triton.linear_candidates import candidates
 from tokenspeed.kernels.triton.linear_config import Config, choose, measured, rule, usable
 from tokenspeed.kernels.triton.source import source_digest
+from tokenspeed.target import Target
 
 COMPILER = f"triton {triton.__version__}"
 
@@ -44,8 +45,12 @@ class MemberChoice(ABC):
         """What serves the request: for each part of the work, members with their launches, the present choice first,
         then what may stand in for it, best first."""
 
+    def dtype(self, request: Request) -> str:
+        """The dtype by which the class is found."""
+        return request.dtype
+
     def choose(self, request: Request) -> Choice:
-        proven = valid_class(request, self.key(request))
+        proven = valid_class(request.target, request.op, self.dtype(request), self.key(request))
         members: list[MemberJson] = []
         replaced: list[MemberJson] = []
         stages: list[Stage] = []
@@ -60,12 +65,12 @@ class MemberChoice(ABC):
             stages += found[1]
             if found[0] != options[0][0]:
                 replaced.append(options[0][0])
-        return Choice(tuple(members), tuple(replaced), tuple(stages))
+        return Choice(proven, tuple(members), tuple(replaced), tuple(stages))
 
 
-def valid_class(request: Request, key: Mapping[str, int]) -> ProvenClass:
-    """The class of a request, if it was proven of this source and compiler. Raises LookupError."""
-    proven = find_class(request.target, request.op, request.dtype, key)
+def valid_class(target: Target, op: str, dtype: str, key: Mapping[str, int]) -> ProvenClass:
+    """The class of an op, if it was proven of this source and compiler. Raises LookupError."""
+    proven = find_class(target, op, dtype, key)
     if problem := staleness(proven):
         raise LookupError(f"{problem}: prove them again (docs/equivalence.md)")
     return proven
@@ -216,8 +221,14 @@ class NormMembers(OneMember):
 
 
 class SampleMembers(OneMember):
+    def dtype(self, request: Request) -> str:
+        """Logits are float32 in every program."""
+        return "float32"
+
     def key(self, request: Request) -> dict[str, int]:
-        return {"lanes": sample.num_lanes(request.sizes["V"])}
+        sizes = request.sizes
+        key = {"lanes": sample.num_lanes(sizes["V"])}
+        return key if sizes["logprob_shards"] == 1 else {**key, "shard_lanes": sample.block_lanes(sizes)}
 
     def member(self, request: Request) -> MemberJson:
         kernels = [stage.kernel for stage in self.launches(request) if stage.kernel is not None]

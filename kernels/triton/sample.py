@@ -358,6 +358,11 @@ def num_blocks(sizes: Mapping[str, int]) -> int:
     return int(triton.cdiv(sizes["V"] // sizes["logprob_shards"], CHUNK))
 
 
+def block_lanes(sizes: Mapping[str, int]) -> int:
+    """Blocks of one part, rounded up to a power of two."""
+    return int(triton.next_power_of_2(num_blocks(sizes)))
+
+
 def record_words(sizes: Mapping[str, int]) -> int:
     """32-bit words of a row's record, an even number: it begins with int64s."""
     shards = sizes["logprob_shards"]
@@ -416,7 +421,7 @@ def launches(request: Request) -> tuple[Stage, ...]:
             "write out_top_logprobs, workspace partials, sizes step_sizes",
             types="*fp32, *fp32, *i32, *fp32, *fp32, *fp32, *i32, *u64, *i32, *i32, *i32, *i32, *i32, *i32, *fp32, "
             "*i32, *i32, *fp32, *i32, *i32",
-            constants={**folds, "BLOCK_LANES": int(triton.next_power_of_2(blocks))},
+            constants={**folds, "BLOCK_LANES": block_lanes(request.sizes)},
             num_warps=FINISH_WARPS,
             grid=(rows, 1, 1),
         ),

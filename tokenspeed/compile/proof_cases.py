@@ -3,7 +3,8 @@
 A *logical row* is a row of an op's result that has one true value: of a projection a row of x, of attention a token
 at a position, of the sampler a row of logits. A case puts logical rows into runs: alone, among others, at other
 places, in buckets of other sizes. Every member must give each logical row the same bits in every run, and the same as
-every other member (docs/equivalence.md). Cases know no device: proving.py makes packs of them for GPUs, cpu_proofs.py runs them.
+every other member (docs/equivalence.md). Cases know no device: proving.py makes packs of them for GPUs, cpu_proofs.py
+runs them.
 """
 
 from __future__ import annotations
@@ -148,8 +149,10 @@ _SAMPLE_INPUTS: Mapping[str, tuple[str, float]] = {
 """Inputs of sample by name: type, and the value that every row has."""
 
 
-def sample_case(vocab_size: int) -> Case:
-    """Log-probabilities of a vocabulary. Rows of logits are stretches of one array: they need only be different."""
+def sample_case(vocab_size: int, shards: int = 1) -> Case:
+    """Log-probabilities of a vocabulary, folded in ``shards`` parts. Rows of logits are stretches of one array: they need
+    only be different.
+    """
     most = 24
     generator = np.random.default_rng((SEED, 3, vocab_size))
     stride = 16
@@ -165,7 +168,8 @@ def sample_case(vocab_size: int) -> Case:
     results = (("out_logprob", 4), ("out_top_logprobs", 4 * MAX_TOP_LOGPROBS))
     steps = row_steps(most, ["logits"], ("num_tokens", "num_seqs", "num_logit_rows"), _SAMPLE_ROWS)
     assert vocab_size % stride == 0
-    return Case("sample", "float32", f"V={vocab_size}", {"V": vocab_size}, arrays, operands, results, steps)
+    sizes, shape = {"V": vocab_size, "logprob_shards": shards}, f"V={vocab_size} shards={shards}"
+    return Case("sample", "float32", shape, sizes, arrays, operands, results, steps)
 
 
 # --- attention ------------------------------------------------------------------------------------

@@ -62,7 +62,9 @@ def default_cases() -> Iterator[Case]:
         yield attention_case("float32", 4, 2, head_dim, 64, 256)
     for dtype in DTYPES:
         yield from (norm_case(dtype, width) for width in (16, 32, 64, 96, 192, 384, 576, 2048, 4096, 5120, 12288))
-    yield from (sample_case(chunks * 2048 - 1024) for chunks in (1, 2, 3, 6, 12, 24, 63, 128))
+    for chunks in (1, 2, 3, 6, 12, 24, 63, 128):
+        shards = (1, 2, 4, 8) if chunks in (24, 63) else (1, 8)
+        yield from (sample_case(chunks * 2048 - 1024, count) for count in shards)
 
 
 @dataclass(frozen=True)
