@@ -174,6 +174,41 @@ def test_completion_logprobs_and_echo(server: Running) -> None:
     assert [o for c in streamed for o in c["logprobs"]["text_offset"]] == form["text_offset"]
 
 
+def test_return_logprob_is_of_the_output_and_of_the_prompt_from_a_position_on(server: Running) -> None:
+    prompt = [5, 1, 6, 7]
+    alone = complete(server, prompt, return_logprob=True, max_tokens=2)["choices"][0]
+    assert alone["logprobs"]["token_logprobs"] == [-0.5, -0.5] and "prompt_logprobs" not in alone
+    assert alone == {**complete(server, prompt, logprobs=0, max_tokens=2)["choices"][0]}
+    for start in (-1, 4):  # the prompt's end
+        asked = complete(server, prompt, return_logprob=True, logprob_start_len=start, max_tokens=2)["choices"][0]
+        assert asked["logprobs"] == alone["logprobs"]
+        assert asked.get("prompt_logprobs") == (None if start < 0 else [None] * 4)
+    everything = complete(server, prompt, prompt_logprobs=1, max_tokens=1)["choices"][0]["prompt_logprobs"]
+    asked = complete(server, prompt, return_logprob=True, logprobs=1, logprob_start_len=2, max_tokens=1)["choices"][0]
+    assert asked["prompt_logprobs"] == [None, None, *everything[2:]]
+    own = complete(server, prompt, prompt_logprobs=1, logprob_start_len=3, max_tokens=1)["choices"][0]
+    assert own["prompt_logprobs"] == [None, None, None, everything[3]] and own["logprobs"] is None
+    echoed = complete(server, prompt, return_logprob=True, logprob_start_len=3, max_tokens=1, echo=True)["choices"][0]
+    assert [value is None for value in echoed["logprobs"]["token_logprobs"]] == [True, True, True, False, False]
+    streamed = stream(server, "/v1/completions", prompt=prompt, return_logprob=True, max_tokens=2)
+    assert [p for c in streamed for p in c["choices"][0]["logprobs"]["token_logprobs"]] == [-0.5, -0.5]
+
+
+def test_return_logprob_in_a_chat(server: Running) -> None:
+    plain = chat(server, logprobs=True, prompt_logprobs=0, max_tokens=2)
+    body = chat(server, return_logprob=True, logprob_start_len=3, max_tokens=2)
+    assert body["choices"] == plain["choices"]
+    assert body["prompt_logprobs"] == [None] * 3 + plain["prompt_logprobs"][3:] and len(body["prompt_logprobs"]) > 4
+    with_top = chat(server, return_logprob=True, logprobs=True, top_logprobs=2, max_tokens=1)
+    assert len(with_top["choices"][0]["logprobs"]["content"][0]["top_logprobs"]) == 2
+    assert "prompt_logprobs" not in with_top
+    error = server.client.post(
+        "/v1/chat/completions", json={"messages": USER, "return_logprob": True, "logprobs": False}
+    ).json()["error"]
+    assert error["message"].startswith("return_logprob is true, but logprobs is false")
+    assert error["param"] == "return_logprob"
+
+
 def test_prompt_logprobs_and_token_ids(server: Running) -> None:
     choice = complete(server, [5, 1, 6], prompt_logprobs=2, return_token_ids=True, max_tokens=2)["choices"][0]
     assert choice["prompt_token_ids"] == [5, 1, 6] and choice["token_ids"] == TOKENIZER.encode(REPLY)[:2]

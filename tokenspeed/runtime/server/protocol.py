@@ -1,13 +1,13 @@
-"""OpenAI requests, with vLLM's extras, as plain values.
+"""OpenAI requests, with vLLM's extras and two of SGLang's, as plain values.
 
-Field names and defaults are OpenAI's and vLLM's. Unknown fields are ignored; fields that are known and not
-implemented are refused when they ask for something (``fields.UNSUPPORTED``).
+Field names and defaults are OpenAI's, vLLM's and (return_logprob, logprob_start_len) SGLang's. Unknown fields are
+ignored; fields that are known and not implemented are refused when they ask for something (``fields.UNSUPPORTED``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from tokenspeed.errors import RequestError
@@ -91,14 +91,11 @@ def parse_completion(body: Mapping[str, Any], limits: Limits) -> CompletionReque
     max_tokens = fields.integer("max_tokens", None if "max_tokens" in body else DEFAULT_COMPLETION_TOKENS)
     echo = fields.boolean("echo", False)
     prompt_only = echo and max_tokens == 0
-    params = _params(fields, logprobs=fields.integer("logprobs", None), max_tokens=1 if prompt_only else max_tokens)
+    most, logprobs = 1 if prompt_only else max_tokens, fields.integer("logprobs", None)
+    params = _params(fields, logprobs=logprobs, max_tokens=most, echo=echo)
     _check_best_of(fields, params.n)
-    common = _common(fields, params)
-    if echo and params.logprobs is not None:
-        wider = max(params.logprobs, params.prompt_logprobs or 0)
-        common["params"] = replace(params, prompt_logprobs=wider)
     return CompletionRequest(
-        **common,
+        **_common(fields, params),
         prompts=_prompts(body.get("prompt")),
         add_special_tokens=fields.boolean("add_special_tokens", True),
         echo=echo,
@@ -106,7 +103,9 @@ def parse_completion(body: Mapping[str, Any], limits: Limits) -> CompletionReque
     )
 
 
-def _params(fields: Fields, *, logprobs: int | None, max_tokens: int | None) -> SamplingParams:
+def _params(fields: Fields, *, logprobs: int | None, max_tokens: int | None, echo: bool = False) -> SamplingParams:
+    logprobs = _output_logprobs(fields, logprobs)
+    prompt_logprobs, logprob_start_len = _prompt_logprobs(fields, logprobs, echo)
     n = fields.integer("n", 1)
     top_k = fields.integer("top_k", 0)
     assert n is not None and top_k is not None
@@ -122,7 +121,8 @@ def _params(fields: Fields, *, logprobs: int | None, max_tokens: int | None) -> 
         stop_token_ids=fields.integers("stop_token_ids"),
         ignore_eos=fields.boolean("ignore_eos", False),
         logprobs=logprobs,
-        prompt_logprobs=fields.integer("prompt_logprobs", None),
+        prompt_logprobs=prompt_logprobs,
+        logprob_start_len=logprob_start_len,
         presence_penalty=fields.number("presence_penalty", 0.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0),
         repetition_penalty=fields.number("repetition_penalty", 1.0),
@@ -131,12 +131,64 @@ def _params(fields: Fields, *, logprobs: int | None, max_tokens: int | None) -> 
     )
 
 
+def _output_logprobs(fields: Fields, logprobs: int | None) -> int | None:
+    """``logprobs``, or 0 where only ``return_logprob`` asks for those of the output. What contradicts it is refused."""
+    returned = fields.boolean("return_logprob", False)
+    if fields.raw("return_logprob") is None:
+        return logprobs
+    other = "logprobs is false" if returned and fields.raw("logprobs") is False else None
+    if not returned:
+        asked = {"logprobs": logprobs, "prompt_logprobs": fields.raw("prompt_logprobs")}
+        other = next((f"{name} asks for them" for name, value in asked.items() if value is not None), None)
+    if other is not None:
+        raise RequestError(
+            f"return_logprob is {str(returned).lower()}, but {other}",
+            param="return_logprob",
+            hint="leave one of them out",
+        )
+    return logprobs or 0 if returned else None
+
+
+def _prompt_logprobs(fields: Fields, logprobs: int | None, echo: bool) -> tuple[int | None, int]:
+    """How many log-probabilities each token of the prompt has, and from which position on.
+
+    ``prompt_logprobs`` and an ``echo`` with log-probabilities ask for them, from ``logprob_start_len`` (0) on, and so
+    does ``return_logprob`` where a ``logprob_start_len`` is given; -1 is the prompt's end, which leaves none.
+    """
+    own, start = fields.integer("prompt_logprobs", None), fields.integer("logprob_start_len", None)
+    returned = fields.boolean("return_logprob", False)
+    asked = own
+    if echo and logprobs is not None:
+        asked = max(logprobs, own or 0)
+    elif own is None and returned and start is not None and start >= 0:
+        asked = logprobs
+    if start is not None:
+        _check_start(start, asked, returned)
+    if fields.boolean("stream", False) and asked is not None and (own is not None or not echo):
+        name = "logprob_start_len" if own is None else "prompt_logprobs"
+        raise RequestError(f"{name} cannot be streamed", param=name, hint='send it with "stream": false')
+    return asked, max(0, start or 0)
+
+
+def _check_start(start: int, asked: int | None, returned: bool) -> None:
+    """Refuse a logprob_start_len that makes no sense, or not beside what else is ``asked``."""
+    name = "logprob_start_len"
+    if start < -1:
+        raise RequestError(f"{name} must be -1 (the prompt's end) or more; got {start}", param=name)
+    if asked is None and not returned:
+        raise RequestError(
+            f"{name} needs return_logprob or prompt_logprobs", param=name, hint='add "return_logprob": true'
+        )
+    if start == -1 and asked is not None:
+        raise RequestError(
+            f"{name} is -1, the prompt's end, but log-probabilities of the prompt are asked for",
+            param=name,
+            hint="leave it out, or leave out prompt_logprobs and echo",
+        )
+
+
 def _common(fields: Fields, params: SamplingParams) -> dict[str, Any]:
     stream = fields.boolean("stream", False)
-    if stream and params.prompt_logprobs is not None:
-        raise RequestError(
-            "prompt_logprobs cannot be streamed", param="prompt_logprobs", hint='send it with "stream": false'
-        )
     stream_options = fields.mapping("stream_options")
     if stream_options and not stream:
         raise RequestError(
