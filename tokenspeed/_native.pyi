@@ -284,10 +284,10 @@ class Scheduler:
     def expire(self, now_ns: int) -> list[int]:
         """Ends the requests whose deadline has come; returns them."""
 
-    def preempt(self, request_id: int) -> bool:
+    def preempt(self, request_id: int, always: bool = False) -> bool:
         """
         Has a request give its place up and wait before all new ones. False where it cannot: it has no place, a step
-        in flight uses it, or it has drawn nothing since the last time.
+        in flight uses it, or, unless `always`, it has drawn nothing since the last time.
         """
 
     def flush_prefixes(self) -> None:
@@ -423,6 +423,9 @@ class GraphError(Exception):
 class DeviceError(Exception):
     pass
 
+class WeightsUnknownError(DeviceError):
+    pass
+
 class RegionBuffer:
     """What a memoryview from a device's view() exports; not for direct use."""
 
@@ -453,8 +456,8 @@ class CpuDevice:
         """
         Replace what region weights holds, at the same addresses, by a range of a file of exactly its size:
         behind the steps in flight, before those submitted from here on. Never writes to the file that weights came
-        from. Raises DeviceError; the weights are then as before, unless the text says that they are unknown, and
-        no step runs until another update has gone well. That can be where memory does not suffice for both.
+        from. Raises WeightsUnknownError when what the region holds is then unknown (it can be where memory does
+        not suffice for both, and the file cannot be read to its end), any other DeviceError when it is what it was.
         """
 
     def allocate(self, region: str, nbytes: int) -> None:
@@ -567,8 +570,8 @@ class GpuDevice:
         """
         Replace what region weights holds by a range of a file of exactly its size, behind the steps in flight;
         steps submitted meanwhile are refused. The file is read whole before anything changes, then once more.
-        Raises DeviceError; the weights are then as before, unless the text says that they are unknown, and no
-        step runs until another update has gone well.
+        Raises WeightsUnknownError when what the region holds is then unknown, any other DeviceError when it is what
+        it was.
         """
 
     def allocate(self, region: str, nbytes: int) -> None:
