@@ -87,6 +87,9 @@ class GpuDouble:
         assert region == "io"
         return memoryview(self._host)
 
+    def read(self, region: str, offset: int, nbytes: int) -> bytes:
+        return bytes(self._cpu.view(region)[offset : offset + nbytes])
+
     def load_binary(self, name: str, data: bytes) -> None:
         if not data.startswith(b"\x7fELF"):
             raise _native.GraphError(f"the code object '{name}' is damaged: it is no ELF file")

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from gpu_double import GpuDouble, gpu_artifact, plug_in
 from tiny_artifact import tiny, write_checkpoint
 
 from tokenspeed.artifact import Artifact
@@ -122,6 +123,20 @@ def test_the_op_is_named(honest: Path, tmp_path: Path, op: str, kind: str, chang
 def test_nothing_is_found_where_nothing_differs(honest: Path) -> None:
     result = packed(honest)
     assert result.passed and result.culprit is None and [leg.verdict for leg in result.legs] == ["reference", "equal"]
+
+
+def test_with_two_steps_in_flight(honest: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, here one that runs a CPU's graphs, so that its pages are those of a CPU."""
+    plug_in(monkeypatch)
+    monkeypatch.setattr(rows, "DEVICE_LIBRARY", "none")
+    path = faulty(honest, tmp_path / "faulty", "layers.1.qkv", other_weight)
+    assert packed(gpu_artifact(honest, tmp_path / "gpu", keep_cpu=False)).passed
+    result = packed(gpu_artifact(path, tmp_path / "faulty-gpu", keep_cpu=False))
+    assert result.section.target == "cuda:sm_90a" and result.culprit is not None
+    assert (result.culprit.op, result.culprit.leg.bucket) in {("layers.1.qkv", f"decode-{n}") for n in (8, 16)}
+    first, second, third = GpuDouble.made
+    assert (first.most_in_flight, second.most_in_flight) == (2, 2) and third.most_in_flight == 1
+    assert all(device.closed for device in GpuDouble.made)
 
 
 # ---- K and V in their pages, by the formulas of artifacts/README.md ------------------------------------------------

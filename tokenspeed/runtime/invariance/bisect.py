@@ -15,7 +15,7 @@ from typing import Any
 from tokenspeed.errors import ResourceError
 from tokenspeed.runtime.invariance.history import Follower, Histories, StepRows
 from tokenspeed.runtime.invariance.recording import RecordedStep, Recording, StepLayout, highest_page
-from tokenspeed.runtime.invariance.rows import RowReader, numbers_of, reader_of
+from tokenspeed.runtime.invariance.rows import Reader, RowReader, numbers_of
 from tokenspeed.runtime.invariance.slices import SlicedGraphs
 from tokenspeed.runtime.loader import Loaded
 from tokenspeed.values import PlacedValue, StepOp, StepValues, read_values
@@ -73,7 +73,7 @@ class Replayer:
         self._executor = loaded.executor
         self._device = loaded.executor.device
         self.slices = SlicedGraphs(self._device, loaded.artifact, loaded.section, self.values)
-        self.reader = RowReader(reader_of(loaded.executor, loaded.section), loaded.section, envelope.page_size)
+        self.reader = RowReader(Reader(self._device), loaded.section, envelope.page_size)
         self._num_pages = loaded.num_pages
 
     def check(self, recording: Recording) -> None:

@@ -50,7 +50,8 @@ class LegResult:
 
 @dataclass
 class Result:
-    """What a run of the harness found. ``buckets``: numbers of those that ran. ``culprit`` None with a divergence: run again, both legs gave the same bits."""
+    """What a run of the harness found. ``buckets``: numbers of those that ran. ``culprit`` None with a divergence: run
+    again, both legs gave the same bits."""
 
     plan: Plan
     artifact: Artifact

@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from tokenspeed.artifact import DEVICE_LIBRARY, TargetSection
-from tokenspeed.runtime.executor import Executor
 from tokenspeed.runtime.invariance.recording import RecordedStep
 from tokenspeed.step import DTYPE_BYTES
 from tokenspeed.values import PlacedValue
@@ -17,41 +16,16 @@ _LANES = 16
 """Positions or dimensions that lie side by side in the KV pages of a CPU (artifacts/README.md)."""
 
 
-class Reader(Protocol):
-    """Bytes of a device's regions."""
-
-    def read(self, region: str, offset: int, nbytes: int) -> bytes: ...
-
-
-class HostReader:
-    """Of a device whose memory is the host's."""
-
-    def __init__(self, device: Any):
-        self._views: dict[str, memoryview] = {}
-        self._device = device
-
-    def read(self, region: str, offset: int, nbytes: int) -> bytes:
-        if region not in self._views:
-            self._views[region] = self._device.view(region)
-        return bytes(self._views[region][offset : offset + nbytes])
-
-
-class GpuReader:
-    """Of a GPU; region host_io is that of its first io set."""
+class Reader:
+    """Bytes of a device's regions; of region host_io those of a GPU's first io set."""
 
     def __init__(self, device: Any):
         self._device = device
-        self._io = device.view("io")
 
     def read(self, region: str, offset: int, nbytes: int) -> bytes:
         if region == "host_io":
-            return bytes(self._io[offset : offset + nbytes])
+            return bytes(self._device.view("io")[offset : offset + nbytes])
         return bytes(self._device.read(region, offset, nbytes))
-
-
-def reader_of(executor: Executor, section: TargetSection) -> Reader:
-    device = executor.device
-    return GpuReader(device) if section.kernel_library == DEVICE_LIBRARY else HostReader(device)
 
 
 class RowReader:
