@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from tiny_artifact import cli, tiny, write_checkpoint
 
+from tokenspeed.cli import main
 from tokenspeed.compile.build import build
 from tokenspeed.runtime.invariance.plan import LEGS
+from tokenspeed.runtime.invariance.prompts import make_prompts, read_prompts
 
 SPLIT = runpy.run_path(str(Path(__file__).resolve().parent.parent / "benchmarks" / "occupancy_split.py"))
 FIELDS: dict[str, Any] = {
@@ -82,3 +84,77 @@ def test_a_part_is_reported_and_not_attested(checkpoint: Path, honest: Path) -> 
     assert "equal to the last bit; not attested, as it lacks legs repeated, preempted, cached, process" in done.stdout
     assert "4 prompts of the 8" in done.stdout and "8 tokens a reply of the 16" in done.stdout
     assert before == {path: path.read_bytes() for path in target.iterdir()}
+
+
+def test_a_leg_that_is_not_what_it_stands_for_proves_nothing(honest: Path, tmp_path: Path) -> None:
+    """Single tokens are shorter than a page: none is cached, and none grows into pages that others need."""
+    prompts = tmp_path / "prompts"
+    prompts.write_text("[1]\n[2]\n")
+    done = cli("invariance", honest, "--prompt-file", prompts, "--tokens", "4", "--legs", "preempted,cached", "--json")
+    result = json.loads(done.stdout)
+    assert done.returncode == 0 and [leg["verdict"] for leg in result["legs"]] == ["reference", *["not exercised"] * 2]
+    assert result["attestation"] is None
+    assert any(
+        reason.startswith("in leg cached nothing was found in the prefix index") for reason in result["not_attested"]
+    )
+    assert any(reason.startswith("in leg preempted nothing was preempted") for reason in result["not_attested"])
+
+
+def test_made_prompts_are_of_many_kinds() -> None:
+    def encode(text: str) -> list[int]:
+        return list(text.encode())
+
+    made = make_prompts(5, 64, vocab_size=500, most_tokens=600, encode=encode)
+    assert (
+        made
+        == make_prompts(5, 64, vocab_size=500, most_tokens=600, encode=encode)
+        != make_prompts(6, 64, vocab_size=500, most_tokens=600, encode=encode)
+    )
+    lengths = sorted(map(len, made))
+    assert (lengths[0], lengths[-1]) == (1, 600) and len(set(lengths)) > 25
+    assert max(max(ids) for ids in made) > 490  # of the whole vocabulary, where they are no texts
+    long = [tuple(ids[:64]) for ids in made if len(ids) >= 64]
+    assert len(set(long)) < len(long)  # some begin alike
+    assert {len(ids) for ids in make_prompts(5, 8, vocab_size=9, most_tokens=1, encode=encode)} == {1}
+
+
+def test_prompts_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "prompts"
+    path.write_text('[5, 6]\n\n"two \\u00e9"\nplain text\n7\n', encoding="utf-8")
+    assert read_prompts(path, lambda text: list(text.encode())) == [
+        [5, 6], list("two é".encode()), list(b"plain text"), list(b"7"),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("args", "text"),
+    [
+        (("--legs", "packed,twice"), "error: --legs names 'twice'; the legs are alone, packed, repeated, chunks,"),
+        (("--prompts", "0"), "error: --prompts is 0; it must lie between 1 and 65536\n"),
+        (("--tokens", "70000"), "error: --tokens is 70000; it must lie between 1 and 65536\n"),
+        (("--tokens", "512"), "error: --tokens is 512, and the artifact was built for max_model_len 512,"),
+        (("--seed", "-1"), "error: --seed is -1; it must lie between 0 and"),
+        (("--host-kv-gib", "1"), "error: the harness runs without a host tier\nhint: leave --host-kv-gib out\n"),
+        (("--prompt-file", "{}/none"), "error: cannot read --prompt-file"),
+        (("--prompt-file", "{}/empty"), "error: {}/empty has no prompt\nhint: write one prompt a line\n"),
+        (
+            ("--prompt-file", "{}/floats"),
+            "error: {}/floats, line 1: need a text or an array of token ids, have '[1.5]'",
+        ),
+        (("--prompt-file", "{}/beyond"), "error: prompt 2 has a token id outside the vocabulary of 283 tokens\n"),
+        (
+            ("--prompt-file", "{}/long", "--tokens", "500"),
+            "error: prompt 1 has 13 tokens; with --tokens at most 12 fit",
+        ),
+        (("--prompt-file", "x", "--prompts", "3"), "error: --prompts makes prompts, and --prompt-file brings them\n"),
+    ],
+)
+def test_refusals(
+    honest: Path, tmp_path: Path, args: tuple[str, ...], text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = {"empty": "\n\n", "floats": "[1.5]\n", "beyond": "[1]\n[283]\n", "long": "[1" + ",1" * 12 + "]"}
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    code = main(["invariance", str(honest), "--kv-gib", "0.05", *(arg.replace("{}", str(tmp_path)) for arg in args)])
+    captured = capsys.readouterr()
+    assert code == 2 and captured.out == "" and captured.err.startswith(text.replace("{}", str(tmp_path)))
