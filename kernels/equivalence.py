@@ -28,7 +28,7 @@ TUNING_FOLDER = Path(__file__).resolve().parent / "tuning"
 FORMAT_VERSION = 1
 """Of the files. History: 1 (2026-11-30)."""
 
-MemberJson: TypeAlias = Mapping[str, int | bool | str]
+MemberJson: TypeAlias = Mapping[str, int | float | bool | str]
 Key: TypeAlias = tuple[str, str, tuple[tuple[str, int], ...]]
 
 

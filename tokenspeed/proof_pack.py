@@ -13,7 +13,7 @@ like that of ``tokenspeed tune`` (tuning_pack.py), whose checks it shares:
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -179,6 +179,66 @@ def _check(manifest: ProofManifest) -> None:
     for name, member in manifest.binaries.items():
         if member not in manifest.files:
             raise ValueError(f"the binary {name} is no member")
+
+
+# --- which results are equal ----------------------------------------------------------------------
+
+ERASED = 0xA5
+"""What every byte of a result holds before a kernel writes it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a member gave: the digest of each logical row; or why it is in no class."""
+
+    member: ConfigJson
+    rows: Mapping[int, bytes]
+    reason: str = ""
+
+
+class RowsSeen:
+    """The logical rows that a member has given so far, each in the same bits every time."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, bytes] = {}
+        self._run_of: dict[int, str] = {}
+
+    def add(self, run: str, labels: Sequence[int], results: Sequence[bytes | None]) -> str:
+        """Take the digests of a run's rows, None for one that was not written. Returns what is wrong with them, or an
+        empty text."""
+        for place, (label, row) in enumerate(zip(labels, results, strict=True)):
+            if row is None:
+                return f"run {run!r}: it leaves row {place} as it was"
+            if self.rows.setdefault(label, row) != row:
+                return f"row {place} of run {run!r} differs from the same row in run {self._run_of[label]!r}"
+            self._run_of.setdefault(label, run)
+        return ""
+
+
+@dataclass(frozen=True)
+class Group:
+    """Members that gave equal bits, and the logical rows that they have together."""
+
+    members: tuple[ConfigJson, ...]
+    rows: Mapping[int, bytes]
+
+
+def equal_answers(answers: Sequence[Answer]) -> list[Group]:
+    """Members whose logical rows are equal wherever both have them, largest group first.
+
+    Members that compute other logical rows (of attention: those of decodes, those of chunks) share a group if all rows
+    that both have are equal, and there are such.
+    """
+    groups: list[Group] = []
+    for answer in sorted((a for a in answers if not a.reason), key=lambda a: -len(a.rows)):
+        for i, group in enumerate(groups):
+            common = group.rows.keys() & answer.rows.keys()
+            if common and all(group.rows[label] == answer.rows[label] for label in common):
+                groups[i] = Group((*group.members, answer.member), {**group.rows, **answer.rows})
+                break
+        else:
+            groups.append(Group((answer.member,), answer.rows))
+    return sorted(groups, key=lambda group: -len(group.members))
 
 
 class ProofPack(PackFile[ProofManifest]):

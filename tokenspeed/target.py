@@ -150,6 +150,16 @@ def cpu_flags() -> frozenset[str]:
     return frozenset()
 
 
+def cpu_name() -> str:
+    """What this machine's processor calls itself; "an unnamed CPU" where there is no /proc/cpuinfo."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
+    names = (line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name"))
+    return next(names, "") or "an unnamed CPU"
+
+
 def missing_flags(target: Target, flags: frozenset[str] | None = None) -> tuple[str, ...]:
     """CPU flags that ``target`` needs and this machine (or ``flags``) lacks, sorted."""
     have = cpu_flags() if flags is None else flags

@@ -8,13 +8,14 @@ float32: whether it survives depends on which terms were added before. docs/equi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import ml_dtypes
 import numpy as np
 
 KINDS = ("cancelling", "random", "denormal", "wide")
-"""Row i of an operand is of kind i % 4."""
+"""Row i of an operand is of kind i % 4, unless it says otherwise."""
 SEED = 20261130
 VERSION = 1
 """Of the data that a seed gives."""
@@ -39,27 +40,27 @@ def pairs(length: int) -> tuple[Array, Array]:
     return order[:quarter], order[quarter : 2 * quarter]
 
 
-def left(rows: int, length: int, dtype: str) -> Array:
-    """[rows, length]: equal at both places of a pair."""
-    values = _values(np.random.default_rng((SEED, 1, rows, length)), rows, length, dtype)
+def left(rows: int, length: int, dtype: str, kinds: Sequence[str] = KINDS) -> Array:
+    """[rows, length]: equal at both places of a pair. Row i is of kind i of ``kinds``, over and over."""
+    values = _values(np.random.default_rng((SEED, 1, rows, length)), rows, length, dtype, kinds)
     first, second = pairs(length)
     values[:, second] = values[:, first]
     return values
 
 
-def right(rows: int, length: int, dtype: str) -> Array:
-    """[rows, length]: +B and -B at the places of a pair, in rows of kind ``cancelling``."""
+def right(rows: int, length: int, dtype: str, kinds: Sequence[str] = KINDS) -> Array:
+    """[rows, length]: as ``left``, but in rows of kind ``cancelling`` +B and -B at the places of a pair."""
     generator = np.random.default_rng((SEED, 2, rows, length))
-    values = _values(generator, rows, length, dtype)
+    values = _values(generator, rows, length, dtype, kinds)
     first, second = pairs(length)
     big = generator.uniform(_BIG, 2 * _BIG, (rows, len(first))).astype(_DTYPES[dtype])
-    rows_of_kind = np.arange(0, rows, len(KINDS))
+    rows_of_kind = np.arange(kinds.index("cancelling"), rows, len(kinds))
     values[np.ix_(rows_of_kind, first)] = big[rows_of_kind]
     values[np.ix_(rows_of_kind, second)] = -big[rows_of_kind]
     return values
 
 
-def _values(generator: Any, rows: int, length: int, dtype: str) -> Array:
+def _values(generator: Any, rows: int, length: int, dtype: str, kinds: Sequence[str]) -> Array:
     """Numbers of either sign by the kind of their row, in float64 until they are rounded once."""
     sign = generator.choice((-1.0, 1.0), (rows, length))
     size = generator.uniform(1.0, 2.0, (rows, length))
@@ -67,7 +68,7 @@ def _values(generator: Any, rows: int, length: int, dtype: str) -> Array:
     least = 2.0 ** _LEAST_EXPONENT[dtype]
     values = np.empty((rows, length))
     for row in range(rows):
-        match KINDS[row % len(KINDS)]:
+        match kinds[row % len(kinds)]:
             case "cancelling":
                 values[row] = size[row] * 2.0**-4
             case "random":

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tokenspeed.compile.probes import SEED, Array, left, right
+from tokenspeed.compile.probes import SEED, Array, left, pairs, right
 from tokenspeed.step import MAX_TOP_LOGPROBS
 
 ROWS = 37
@@ -150,8 +150,8 @@ _SAMPLE_INPUTS: Mapping[str, tuple[str, float]] = {
 
 
 def sample_case(vocab_size: int, shards: int = 1) -> Case:
-    """Log-probabilities of a vocabulary, folded in ``shards`` parts. Rows of logits are stretches of one array: they need
-    only be different.
+    """Log-probabilities of a vocabulary, folded in ``shards`` parts. Rows of logits are stretches of one array: they
+    need only be different.
     """
     most = 24
     generator = np.random.default_rng((SEED, 3, vocab_size))
@@ -174,26 +174,33 @@ def sample_case(vocab_size: int, shards: int = 1) -> Case:
 
 # --- attention ------------------------------------------------------------------------------------
 
-_CONTEXTS = (1, 65, 130, 300, 700)
-"""Positions of the logical sequences: one, across a page, across splits."""
+MIXED = frozenset({"mixed"})
+"""Steps of chunks and decodes together: one launch on a CPU. On a GPU each has a kernel of its own."""
+_MOST_SPLIT = 4096
 _QUERIES = 24
 """Last positions of each sequence that have queries."""
+
+
+def _contexts(split: int) -> tuple[int, ...]:
+    """Positions of the logical sequences: one, across a page, across splits unless these are very long."""
+    return 1, 65, 130, 300, max(700, min(split, _MOST_SPLIT) + 76)
 
 
 def attention_case(dtype: str, heads: int, kv_heads: int, head_dim: int, page_size: int, split: int) -> Case:
     """Causal attention over pages: logical row (sequence, position), whatever chunk or decode computes it.
 
+    Scores are those of a model: large terms cancel in them, but none is so large that a softmax has one position alone.
     Probabilities cancel, too: in sequence 3 positions of a pair have one key, and values +B and -B.
     """
-    element, kv_row = BYTES[dtype], kv_heads * head_dim
-    pages_of = [-(-length // page_size) for length in _CONTEXTS]
+    element, kv_row, contexts = BYTES[dtype], kv_heads * head_dim, _contexts(split)
+    pages_of = [-(-length // page_size) for length in contexts]
     first_page = np.concatenate([[0], np.cumsum(pages_of)])
     num_pages = int(first_page[-1])
     kv = np.concatenate([_sequence_pages(i, n, pages_of[i], kv_heads, head_dim, page_size, dtype)
-                         for i, n in enumerate(_CONTEXTS)])  # fmt: skip
-    rows = [(i, p) for i, n in enumerate(_CONTEXTS) for p in range(max(0, n - _QUERIES), n)]
+                         for i, n in enumerate(contexts)])  # fmt: skip
+    rows = [(i, p) for i, n in enumerate(contexts) for p in range(max(0, n - _QUERIES), n)]
     label_of = {row: number for number, row in enumerate(rows)}
-    q = left(len(rows), heads * head_dim, dtype)
+    q = left(len(rows) * heads, head_dim, dtype, ("cancelling", "random", "denormal")).reshape(len(rows), -1)
     arrays: dict[str, Array] = {"q": q, "kv": kv.reshape(num_pages, -1)}
     order = np.random.default_rng((SEED, 5)).permutation(num_pages)
     operands: dict[str, tuple[Slice, ...]] = {"kv": tuple(
@@ -201,7 +208,7 @@ def attention_case(dtype: str, heads: int, kv_heads: int, head_dim: int, page_si
     place = {True: np.arange(num_pages), False: num_pages + np.argsort(order)}
     pages_per_seq = max(pages_of)
     steps = []
-    for name, tokens, straight, padded in _compositions():
+    for name, tokens, straight, padded in _compositions(contexts):
         lengths = [len(positions) for _, positions in tokens]
         table = np.zeros((len(tokens), pages_per_seq), np.int32)
         for row, (seq, _) in enumerate(tokens):
@@ -221,7 +228,7 @@ def attention_case(dtype: str, heads: int, kv_heads: int, head_dim: int, page_si
                    "M": len(labels) + padded},
             len(labels), len(tokens), tuple(labels),
             {**{o: (f"{o} {name}", 0) for o in (*inputs, "q")}, "kv": ("kv", 0)},
-            frozenset({"chunk"} if lengths[0] > 1 else {"token", "split"}),
+            _kinds(lengths),
         ))  # fmt: skip
     sizes = {
         "num_heads": heads, "num_kv_heads": kv_heads, "head_dim": head_dim, "page_size": page_size,
@@ -233,33 +240,40 @@ def attention_case(dtype: str, heads: int, kv_heads: int, head_dim: int, page_si
                 tuple(steps), {"scale": head_dim**-0.5})  # fmt: skip
 
 
-def _compositions() -> Iterator[tuple[str, list[tuple[int, range]], bool, int]]:
+def _compositions(contexts: Sequence[int]) -> Iterator[tuple[str, list[tuple[int, range]], bool, int]]:
     """(name, [(sequence, its positions in the step)], pages in order or scattered, how much larger the bucket is)."""
-    whole = [(i, range(max(0, n - _QUERIES), n)) for i, n in enumerate(_CONTEXTS)]
+    whole, end = [(i, range(max(0, n - _QUERIES), n)) for i, n in enumerate(contexts)], contexts[4]
     chunks = [(i, positions) for i, positions in whole if len(positions) > 1]
     yield "chunks", chunks, True, 0
     yield "chunks, scattered", [(i, positions[-5:]) for i, positions in reversed(chunks)], False, 40
     yield "one chunk", [(3, range(280, 300))], True, 0
-    yield "an earlier chunk", [(4, range(676, 690))], False, 7
-    yield "two short chunks", [(4, range(690, 692)), (3, range(277, 279))], True, 300
+    yield "an earlier chunk", [(4, range(end - 24, end - 10))], False, 7
+    yield "two short chunks", [(4, range(end - 10, end - 8)), (3, range(277, 279))], True, 300
     last = [(i, positions[-1:]) for i, positions in whole]
     yield "decodes", last, True, 0
     yield "decodes, scattered", last[::-1], False, 60
     yield "decodes, crowded", [(i, positions[-2:-1] or positions) for i, positions in whole], True, 300
-    for seq, position in ((4, 699), (4, 680), (3, 285), (2, 128), (0, 0)):
+    for seq, position in ((4, end - 1), (4, end - 20), (3, 285), (2, 128), (0, 0)):
         yield f"decode {position} of {seq}", [(seq, range(position, position + 1))], True, 0
+    yield "mixed", [last[4], chunks[2], last[0], chunks[0]], False, 5
+
+
+def _kinds(lengths: Sequence[int]) -> frozenset[str]:
+    """The kernels of a GPU that compute sequences of so many tokens."""
+    if max(lengths) > 1:
+        return frozenset({"chunk"}) if min(lengths) > 1 else MIXED
+    return frozenset({"token", "split"})
 
 
 def _sequence_pages(seq: int, length: int, pages: int, kv_heads: int, head_dim: int, page_size: int,
                     dtype: str) -> Array:  # fmt: skip
     """[pages, 2, kv_heads, page_size, head_dim]: K and V of a sequence. Positions beyond it are 0."""
-    keys = left(length * kv_heads, head_dim, dtype).reshape(length, kv_heads, head_dim)
+    keys = right(length * kv_heads, head_dim, dtype, ("cancelling", "random")).reshape(length, kv_heads, head_dim)
     values = left(length * kv_heads, head_dim, dtype)[::-1].reshape(length, kv_heads, head_dim)
     if seq == 3:
         values = right(kv_heads * head_dim, length, dtype).reshape(kv_heads, head_dim, length).transpose(2, 0, 1)
-        values = np.ascontiguousarray(values)
-        keys = np.ascontiguousarray(left(kv_heads * head_dim, length, dtype).reshape(kv_heads, head_dim, length)
-                                    .transpose(2, 0, 1))  # fmt: skip
+        first, second = pairs(length)
+        keys[second] = keys[first]
     kv = np.zeros((2, pages * page_size, kv_heads, head_dim), keys.dtype)
     kv[0, :length], kv[1, :length] = keys, values
     return kv.reshape(2, pages, page_size, kv_heads, head_dim).transpose(1, 0, 3, 2, 4).copy()

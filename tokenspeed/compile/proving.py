@@ -19,7 +19,7 @@ from tokenspeed.compile.build import Progress
 from tokenspeed.compile.codegen import CompiledKernel, Job, compile_kernels
 from tokenspeed.compile.layout import SCRATCH_ALIGNMENT
 from tokenspeed.compile.lower import SCRATCH_PARAMETERS
-from tokenspeed.compile.proof_cases import Case, Step, attention_case, linear_case, norm_case, sample_case
+from tokenspeed.compile.proof_cases import MIXED, Case, Step, attention_case, linear_case, norm_case, sample_case
 from tokenspeed.device_code import DeviceCode, read_device_code
 from tokenspeed.errors import ArtifactError, TargetError, UsageError
 from tokenspeed.gpu_verify import verify_gpu_graph
@@ -207,6 +207,7 @@ class _CasePlan:
     """
 
     def __init__(self, case: Case, target: Target):
+        case = replace(case, steps=tuple(step for step in case.steps if step.kinds != MIXED))
         self._case, self._target = case, target
         self._requests = [self._request(step) for step in case.steps]
         self._spec = _spec(self._requests[0])

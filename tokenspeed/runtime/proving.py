@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
@@ -18,22 +18,21 @@ from typing import Any
 
 from tokenspeed import _native
 from tokenspeed.errors import ResourceError
-from tokenspeed.proof_pack import FORMAT_VERSION, RESULTS_KIND, Compared, ProofCase, ProofPack, Run
+from tokenspeed.proof_pack import (
+    ERASED,
+    FORMAT_VERSION,
+    RESULTS_KIND,
+    Answer,
+    Compared,
+    ProofCase,
+    ProofPack,
+    RowsSeen,
+    Run,
+    equal_answers,
+)
 from tokenspeed.runtime.places import Gpu, GpuPlace
 from tokenspeed.runtime.tuning import held_open
 from tokenspeed.tuning_pack import ConfigJson
-
-_ERASED = 0xA5
-"""What results hold before a kernel writes them."""
-
-
-@dataclass(frozen=True)
-class Answer:
-    """What a member gave: the digest of each logical row; or why it is in no class."""
-
-    member: ConfigJson
-    rows: Mapping[int, bytes]
-    reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,29 +96,15 @@ def compare(results: ProofResults, report: Callable[[int, int, CaseResult], None
 
 
 def classify(case: ProofCase, answers: Sequence[Answer]) -> CaseResult:
-    """Members whose logical rows are equal wherever both have them make a class; the first member founds the first.
-
-    Members that compute other logical rows (of attention: those of decodes, those of chunks) share a class if all rows
-    that both have are equal, and there are such.
-    """
-    excluded = [(answer.member, answer.reason) for answer in answers if answer.reason]
-    groups: list[tuple[dict[int, bytes], list[ConfigJson]]] = []
-    for answer in sorted((a for a in answers if not a.reason), key=lambda a: -len(a.rows)):
-        for rows, members in groups:
-            common = rows.keys() & answer.rows.keys()
-            if common and all(rows[label] == answer.rows[label] for label in common):
-                rows.update(answer.rows)
-                members.append(answer.member)
-                break
-        else:
-            groups.append((dict(answer.rows), [answer.member]))
-    groups.sort(key=lambda group: -len(group[1]))
-    digest = hashlib.sha256(b"".join(row for _, row in sorted(groups[0][0].items()))).hexdigest() if groups else ""
+    """The classes of ``case``."""
+    groups = equal_answers(answers)
+    digest = hashlib.sha256(b"".join(row for _, row in sorted(groups[0].rows.items()))).hexdigest() if groups else ""
     served = [
         sum(len(run.labels) for run, graph in zip(case.runs, compared.graphs, strict=True) if graph)
         for compared in case.compared
     ]
-    return CaseResult(case, tuple(tuple(members) for _, members in groups), tuple(excluded), min(served), digest)
+    excluded = tuple((answer.member, answer.reason) for answer in answers if answer.reason)
+    return CaseResult(case, tuple(group.members for group in groups), excluded, min(served), digest)
 
 
 class _Bench:
@@ -151,8 +136,7 @@ class _Bench:
 
     def answer(self, compared: Compared) -> Answer:
         """What ``compared`` gives in all its runs."""
-        rows: dict[int, bytes] = {}
-        found_in: dict[int, str] = {}
+        seen = RowsSeen()
         for run, name in zip(self._case.runs, compared.graphs, strict=True):
             if not name:
                 continue
@@ -160,14 +144,9 @@ class _Bench:
                 graph = self._load(name)
             except _native.GraphError as e:
                 return Answer(compared.member, {}, f"it cannot be loaded: {e}")
-            for place, (label, row) in enumerate(zip(run.labels, self._results(graph, run), strict=True)):
-                if row is None:
-                    return Answer(compared.member, {}, f"run {run.name}: it leaves row {place} as it was")
-                if rows.setdefault(label, row) != row:
-                    where = f"row {place} of run {run.name} differs from the same row in run {found_in[label]}"
-                    return Answer(compared.member, {}, where)
-                found_in.setdefault(label, run.name)
-        return Answer(compared.member, rows)
+            if problem := seen.add(run.name, run.labels, self._results(graph, run)):
+                return Answer(compared.member, {}, problem)
+        return Answer(compared.member, seen.rows)
 
     def _load(self, name: str) -> int:
         """The handle of a graph, with the binaries that it needs. Raises ArtifactError, _native.GraphError."""
@@ -183,14 +162,14 @@ class _Bench:
         """Digest of each row of the results; None for one that the graph has not written."""
         device, count = self._device, len(run.labels)
         host = device.view("io")
-        host[self._first : self._case.io_bytes] = bytes([_ERASED]) * (self._case.io_bytes - self._first)
+        host[self._first : self._case.io_bytes] = bytes([ERASED]) * (self._case.io_bytes - self._first)
         for each in (self._erase, graph, self._fetch):
             device.wait(device.submit(each, run.num_tokens, run.num_seqs, count, 0))
         data = bytes(host[: self._case.io_bytes])
         found: list[bytes | None] = []
         for row in range(count):
             parts = [data[r.offset + row * r.row_bytes :][: r.row_bytes] for r in self._case.results]
-            erased = any(part == bytes([_ERASED]) * len(part) for part in parts)
+            erased = any(part == bytes([ERASED]) * len(part) for part in parts)
             found.append(None if erased else hashlib.blake2b(b"".join(parts), digest_size=16).digest())
         return found
 
