@@ -28,6 +28,7 @@ LAYERS: dict[str, int] = {
     "tokenspeed.artifact": 3,
     "tokenspeed.publish": 3,
     "tokenspeed.values": 4,
+    "tokenspeed.equivalence": 4,
     "tokenspeed.verify_artifact": 5,
     "tokenspeed.tuning_pack": 4,
     "tokenspeed.proof_pack": 4,

@@ -8,10 +8,10 @@ programs, prefetches, when the next kernel may start) moves data and adds nothin
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache
-from typing import Any
+from functools import cache, partial
+from typing import Any, TypeAlias
 
 import triton
 
@@ -24,6 +24,10 @@ from tokenspeed.kernels.triton.source import source_digest
 from tokenspeed.target import Target
 
 COMPILER = f"triton {triton.__version__}"
+
+
+Option: TypeAlias = tuple[MemberJson, Callable[[], tuple[Stage, ...]]]
+"""A member, and what makes its launches."""
 
 
 class MemberChoice(ABC):
@@ -41,7 +45,7 @@ class MemberChoice(ABC):
         """The launches of ``member``."""
 
     @abstractmethod
-    def wanted(self, request: Request) -> tuple[Sequence[tuple[MemberJson, tuple[Stage, ...]]], ...]:
+    def wanted(self, request: Request) -> tuple[Sequence[Option], ...]:
         """What serves the request: for each part of the work, members with their launches, the present choice first,
         then what may stand in for it, best first."""
 
@@ -62,7 +66,7 @@ class MemberChoice(ABC):
                     f" {member_text(options[0][0])}, which is none, and nothing that may stand in for it"
                 )
             members.append(found[0])
-            stages += found[1]
+            stages += found[1]()
             if found[0] != options[0][0]:
                 replaced.append(options[0][0])
         return Choice(proven, tuple(members), tuple(replaced), tuple(stages))
@@ -127,13 +131,13 @@ class LinearMembers(MemberChoice):
     def stages(self, request: Request, member: MemberJson) -> tuple[Stage, ...]:
         return linear.stages(request, Config(**{**_FREE, **member}))
 
-    def wanted(self, request: Request) -> tuple[Sequence[tuple[MemberJson, tuple[Stage, ...]]], ...]:
+    def wanted(self, request: Request) -> tuple[Sequence[Option], ...]:
         op, dtype, target = request.op, request.dtype, request.target
         m, n, k = request.sizes["M"], linear.weight_rows(request), request.sizes["K"]
         options = [choose(target, op, m, n, k, dtype), rule(target, op, m, n, k, dtype)]
         if dtype == "bfloat16":
             options += candidates(target, op, m, n, k)
-        return ([(linear_member(config), linear.stages(request, config)) for config in options],)
+        return ([(linear_member(config), partial(linear.stages, request, config)) for config in options],)
 
 
 def linear_member(config: Config) -> dict[str, int | bool | str]:
@@ -165,19 +169,26 @@ class AttentionMembers(MemberChoice):
     def stages(self, request: Request, member: MemberJson) -> tuple[Stage, ...]:
         tile = attention.Tile(*(int(member[name]) for name in ("rows", "warps", "stages")))
         if member["kernel"] == "chunk":
-            return (attention.chunk_stage(request, tile),)
+            return self._chunk(request, tile)
         return attention.token_stages(request, tile, 2 if member["kernel"] == "split" else 0)
 
-    def wanted(self, request: Request) -> tuple[Sequence[tuple[MemberJson, tuple[Stage, ...]]], ...]:
+    def wanted(self, request: Request) -> tuple[Sequence[Option], ...]:
         """In mixed buckets chunks and sequences of one token are parts of their own."""
         sizes, target, dtype = request.sizes, request.target, request.dtype
         tile, takers = attention.token_tile(target, dtype, sizes), attention.takers(sizes)
         kinds = [("split", takers), ("token", 0)] if takers else [("token", 0)]
-        token = [(_attention_member(kind, tile), attention.token_stages(request, tile, count)) for kind, count in kinds]
+        token = [
+            (_attention_member(kind, tile), partial(attention.token_stages, request, tile, count))
+            for kind, count in kinds
+        ]
         if request.traits.get("phase") == "decode":
             return (token,)
         tile = attention.chunk_tile(target, dtype, sizes)
-        return [(_attention_member("chunk", tile), (attention.chunk_stage(request, tile),))], token
+        chunk = [(_attention_member("chunk", tile), partial(self._chunk, request, tile))]
+        return chunk, token
+
+    def _chunk(self, request: Request, tile: attention.Tile) -> tuple[Stage, ...]:
+        return (attention.chunk_stage(request, tile),)
 
 
 def _attention_member(kernel: str, tile: attention.Tile) -> dict[str, int | bool | str]:
@@ -203,8 +214,8 @@ class OneMember(MemberChoice):
         assert member == self.member(request), member
         return self.launches(request)
 
-    def wanted(self, request: Request) -> tuple[Sequence[tuple[MemberJson, tuple[Stage, ...]]], ...]:
-        return ([(self.member(request), self.launches(request))],)
+    def wanted(self, request: Request) -> tuple[Sequence[Option], ...]:
+        return ([(self.member(request), partial(self.launches, request))],)
 
 
 class NormMembers(OneMember):
