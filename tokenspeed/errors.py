@@ -137,3 +137,9 @@ class DivergenceError(TokenSpeedError):
     """Bits that had to be equal are not."""
 
     exit_code = 12
+
+
+class DumpError(TokenSpeedError):
+    """A dump of log-probabilities is missing, damaged, or of another model."""
+
+    exit_code = 13

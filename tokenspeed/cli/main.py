@@ -17,9 +17,9 @@ from tokenspeed.errors import ResourceError, TokenSpeedError
 
 COMMANDS = (
     "build", "run", "serve", "inspect", "explain", "explain-step", "verify", "bench", "doctor", "export", "tune",
-    "prove", "simulate", "invariance",
+    "prove", "simulate", "invariance", "align",
 )  # fmt: skip
-LOADING = ("run", "serve", "bench", "invariance")
+LOADING = ("run", "serve", "bench", "invariance", "align")
 """Those that load an artifact: a GPU's driver starts before their command line is parsed."""
 
 _EPILOG = """\
