@@ -19,13 +19,17 @@ from tokenspeed.cli.options import (
 from tokenspeed.errors import UsageError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from tokenspeed.compile.class_tables import Merged
     from tokenspeed.runtime.proving import CaseResult
 
 _WALK = """\
   tokenspeed prove pack --target cuda:sm_90a -o hopper.provepack      on any machine
   tokenspeed prove run hopper.provepack -o hopper.h200.json           on the GPU, base install
   tokenspeed prove merge hopper.h200.json                             in the checkout that builds
-  tokenspeed prove show --target cuda:sm_90a                          what rl-bitwise builds may use"""
+  tokenspeed prove show --target cuda:sm_90a                          what rl-bitwise builds may use
+  tokenspeed prove cpu                                                CPUs, for builds elsewhere"""
 
 
 def add_parser(subparsers: Subparsers) -> None:
@@ -43,6 +47,7 @@ def add_parser(subparsers: Subparsers) -> None:
     _add_pack(steps)
     _add_run(steps)
     _add_merge(steps)
+    _add_cpu(steps)
     _add_show(steps)
 
 
@@ -99,6 +104,21 @@ def _add_merge(steps: Subparsers) -> None:
     _add_tables(parser)
     add_json(parser)
     parser.set_defaults(run=_merge)
+
+
+def _add_cpu(steps: Subparsers) -> None:
+    parser = add_command(
+        steps,
+        "cpu",
+        help="compare the CPU kernels here, for builds on machines that cannot",
+        description="Compare the kernels of CPU targets on this machine, and put the classes into the files of their\n"
+        "architectures. Builds need that only for targets that the machine they run on does not run.",
+        examples="  tokenspeed prove cpu\n  tokenspeed prove cpu --target cpu:x86-64-v4+amx",
+    )
+    parser.add_argument("--target", metavar="TARGET,...", help="CPU targets (default: all that this machine runs)")
+    _add_tables(parser)
+    add_json(parser)
+    parser.set_defaults(run=_cpu)
 
 
 def _add_show(steps: Subparsers) -> None:
@@ -197,6 +217,10 @@ def _text(member: object) -> str:
 def _merge(args: argparse.Namespace) -> int:
     tables = require_builder("tokenspeed.compile.class_tables")
     merged = tables.merge(list(map(Path, args.results)), None if args.tables is None else Path(args.tables))
+    return _print_merged(args, merged)
+
+
+def _print_merged(args: argparse.Namespace, merged: Sequence[Merged]) -> int:
     if args.json:
         print_json([part.to_json() for part in merged])
         return 0
@@ -205,6 +229,23 @@ def _merge(args: argparse.Namespace) -> int:
         for problem in part.split:
             print(f"warning: {problem}", file=sys.stderr)
     return 0
+
+
+def _cpu(args: argparse.Namespace) -> int:
+    from tokenspeed.target import Target, missing_flags, runnable_targets
+
+    proofs, tables = (
+        require_builder("tokenspeed.compile.cpu_proofs"),
+        require_builder("tokenspeed.compile.class_tables"),
+    )
+    targets = list(map(Target.parse, args.target.split(","))) if args.target else list(runnable_targets())
+    for target in targets:
+        if target.is_gpu or missing_flags(target):
+            lacks = "it is a GPU" if target.is_gpu else f"this machine lacks {', '.join(missing_flags(target))}"
+            raise UsageError(f"need CPU targets that this machine runs, have {target}: {lacks}")
+    folder = None if args.tables is None else Path(args.tables)
+    merged = [tables.merge_classes(target, proofs.prove_target(target), folder) for target in targets]
+    return _print_merged(args, merged)
 
 
 def _show(args: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenspeed import json_check
+from tokenspeed.compile.cpu_proofs import staleness as cpu_staleness
 from tokenspeed.errors import ArtifactError, TargetError
 from tokenspeed.kernels.equivalence import (
     MemberJson,
@@ -74,6 +75,18 @@ def merge(sources: Sequence[Path], folder: Path | None = None) -> tuple[Merged, 
         merged.append(Merged(str(target), path, len(added), len(replaced), len(table), tuple(split)))
     known_classes.cache_clear()
     return tuple(merged)
+
+
+def merge_classes(target: Target, found: Iterable[ProvenClass], folder: Path | None = None) -> Merged:
+    """Put classes that were proven on this machine into the file of their target. Raises ArtifactError."""
+    table, counts = dict(read_classes(target, folder)), {True: 0, False: 0}
+    for proven in found:
+        counts[proven.identity in table] += 1
+        table[proven.identity] = proven
+    path = classes_path(target, folder)
+    write_whole(path, classes_text(table.values()).encode())
+    known_classes.cache_clear()
+    return Merged(str(target), path, counts[False], counts[True], len(table), ())
 
 
 def read_results(path: Path) -> tuple[Target, list[ProvenClass]]:
@@ -141,10 +154,12 @@ def _common(partitions: Iterable[Sequence[Sequence[MemberJson]]]) -> list[list[M
 
 def shown(target: Target, folder: Path | None = None) -> list[tuple[ProvenClass, str]]:
     """The classes of a target, each with whether builds may use it."""
-    return [(proven, _state(proven)) for _, proven in sorted(read_classes(target, folder).items())]
+    return [(proven, _state(target, proven)) for _, proven in sorted(read_classes(target, folder).items())]
 
 
-def _state(proven: ProvenClass) -> str:
+def _state(target: Target, proven: ProvenClass) -> str:
+    if not target.is_gpu:
+        return cpu_staleness(proven) or "in force"
     from tokenspeed.kernels.triton.proofs import staleness  # Triton: only who shows GPU classes needs it
 
     return staleness(proven) or "in force"

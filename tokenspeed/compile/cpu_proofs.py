@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import cache
@@ -20,14 +20,26 @@ import numpy as np
 
 from tokenspeed import _native, kernels
 from tokenspeed.compile import probes
-from tokenspeed.compile.proof_cases import Case, Slice, Step, attention_case, linear_case, norm_case, sample_case
+from tokenspeed.compile.proof_cases import (
+    BYTES,
+    FEATURES,
+    Case,
+    Slice,
+    Step,
+    attention_case,
+    linear_case,
+    norm_case,
+    sample_case,
+)
 from tokenspeed.compile.weights import pack_panel16
 from tokenspeed.errors import SelectionError
 from tokenspeed.graph import Access, Argument, Float, Int, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.kernels.equivalence import MemberJson, ProvenClass, class_key, known_classes
+from tokenspeed.kernels.native_specs import native_registry
 from tokenspeed.kernels.registry import ArgumentKind, ArgumentRule, Candidate, KernelSpec, Request
 from tokenspeed.proof_pack import ERASED, Answer, RowsSeen, equal_answers
 from tokenspeed.step import STEP_SCALARS, align
+from tokenspeed.switches import RL_SOLUTION
 from tokenspeed.target import Target, cpu_name, missing_flags
 
 OPS = ("linear", "linear_add", "linear_silu_mul", "paged_attention", "rms_norm", "sample")
@@ -157,12 +169,11 @@ def _from_table(request: Request, chosen: KernelSpec) -> ProvenClass:
     have = "no such proof"
     if proven is not None and not proven.has({"kernel": chosen.symbol}):
         have = f"one of {proven.device} ({proven.date}) without it"
-    elif proven is not None and proven.compiler != COMPILER:
-        have = f"one of {proven.compiler}, which this is not ({COMPILER})"
-    elif proven is not None and proven.source != native_digest(proven.functions):
-        have = f"one of {proven.device} ({proven.date}), and the kernels have changed since"
     elif proven is not None:
-        return proven
+        problem = staleness(proven)
+        if problem is None:
+            return proven
+        have = f"one that counts for nothing: {problem}"
     sizes = "".join(f", {name} {size}" for name, size in sorted(key.items()))
     raise SelectionError(
         f"op {request.op!r} on {target} ({dtype}{sizes}): need {chosen.symbol} proven batch-invariant, have {have};"
@@ -170,6 +181,64 @@ def _from_table(request: Request, chosen: KernelSpec) -> ProvenClass:
         hint=f"build on a machine that runs {target}, or run `tokenspeed prove cpu` there and commit the table that it"
         " writes (docs/equivalence.md), or build with --numerics auto",
     )
+
+
+def staleness(proven: ProvenClass) -> str | None:
+    """Why a proof of CPU kernels counts for nothing in this build; None if it does count."""
+    if proven.compiler != COMPILER:
+        return f"it is of the {proven.compiler}, this is the {COMPILER}"
+    if proven.source != native_digest(proven.functions):
+        return f"the kernels have changed since they were proven on {proven.device}, {proven.date}"
+    return None
+
+
+# --- tables, for machines that cannot compare -----------------------------------------------------
+
+_WIDTHS = (576, 1040, 1536, 4096)
+_HEAD_DIMS = (16, 32, 64, 96, 128, 256)
+
+
+def prove_target(target: Target) -> list[ProvenClass]:
+    """The classes of a target that this machine runs, over shapes that stand for all: one for each op, dtype and key.
+
+    Raises SelectionError where a proof fails.
+    """
+    found: dict[Any, list[ProvenClass]] = {}
+    registry = native_registry()
+    for request in _table_requests(target):
+        proven, _ = prove(request, registry.candidates(request))
+        found.setdefault(proven.identity, []).append(proven)
+    return [_over_all_shapes(group) for group in found.values()]
+
+
+def _table_requests(target: Target) -> Iterator[Request]:
+    def request(op: str, dtype: str, **sizes: int) -> Request:
+        return Request(op, target, dtype, {"num_tokens": 1, "num_seqs": 1, **sizes}, solution=RL_SOLUTION)
+
+    for dtype in BYTES:
+        for width in _WIDTHS:
+            yield request("linear", dtype, N=FEATURES, K=width)
+            yield request("linear_silu_mul", dtype, F=FEATURES // 2, K=width)
+            yield from (request("linear_add", dtype, N=FEATURES, K=width, rounded=rounded) for rounded in (0, 1))
+            yield request("rms_norm", dtype, H=width)
+        for head_dim in _HEAD_DIMS:
+            heads = {"num_heads": 6, "num_kv_heads": 2, "head_dim": head_dim, "page_stride": 1, "pages_per_seq": 16}
+            for page_size in (32, 64, 128, 256):
+                yield request("paged_attention", dtype, page_size=page_size, split_positions=256, **heads)
+    for vocab_size in (1024, 49152):
+        yield from (request("sample", "float32", V=vocab_size, logprob_shards=shards) for shards in (1, 2, 4, 8))
+
+
+def _over_all_shapes(group: Sequence[ProvenClass]) -> ProvenClass:
+    """One class of those that were found for several shapes: what is in all of them."""
+    first = group[0]
+    members = tuple(m for m in first.members if all(other.has(m) for other in group))
+    outside = {tuple(m.items()): (m, f"{p.shapes[0]}: {reason}") for p in group for m, reason in p.outside}
+    functions = tuple(sorted(str(member["kernel"]) for member in members))
+    return replace(
+        first, members=members, outside=tuple(outside.values()), rows=sum(proven.rows for proven in group),
+        shapes=tuple(proven.shapes[0] for proven in group), functions=functions, source=native_digest(functions),
+    )  # fmt: skip
 
 
 # --- what kernels are made of ---------------------------------------------------------------------
