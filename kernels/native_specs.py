@@ -54,6 +54,7 @@ _ARGUMENTS: Mapping[str, tuple[ArgumentRule, ...]] = {
         "linear": "read x, read weight, write out, rows x, int N, int K",
         "linear_add": "read x, read weight, read residual, write out, rows x, int N, int K, int rounded",
         "linear_silu_mul": "read x, read weight, write out, rows x, int F, int K",
+        "rope_table": "read inverse_frequencies, write table, int num_positions, int head_dim, float attention_factor",
         "rope_kv_write": "read qkv, read rope_table, read positions, read slot_mapping, read cu_seqlens, write kv, "
         "write q, step num_tokens, step num_seqs, int num_heads, int num_kv_heads, int head_dim, int page_size, "
         "int page_stride",
@@ -105,6 +106,7 @@ def native_specs() -> Iterator[KernelSpec]:
             for op in ("linear", "linear_add", "linear_silu_mul"):
                 yield _spec(op, dtype, isa, columns, layout="panel16", bitwise=fma)
             yield _spec("paged_attention", dtype, isa, split, workspace=attention_workspace)
+    yield _spec("rope_table", None, "avx2", layout="rows")
     for isa in ("avx2", "avx512"):
         yield _spec("gather_rows", None, isa)
         yield _spec("adjust_logits", None, isa)

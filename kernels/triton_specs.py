@@ -8,11 +8,11 @@ from __future__ import annotations
 from functools import cache
 
 from tokenspeed.kernels.registry import Registry, fixed_order
-from tokenspeed.kernels.triton import adjust, attention, embedding, gather, linear, norm, rope, sample
+from tokenspeed.kernels.triton import adjust, attention, embedding, gather, linear, norm, rope, rope_table, sample
 from tokenspeed.kernels.triton.proofs import PROOFS
 
-FAMILIES = (embedding, norm, linear, rope, attention, gather, adjust, sample)
-"""In the order in which a step runs them."""
+FAMILIES = (embedding, norm, linear, rope, attention, gather, adjust, sample, rope_table)
+"""In the order in which a step runs them; last what runs before the first step."""
 
 
 @cache

@@ -57,6 +57,12 @@ class ByteDevice:
         self.memory.regions[Region.WEIGHTS][:] = np.frombuffer(data, np.uint8)
         self.placed = {tensor.name: tensor for tensor in low.io}
         self.table = BucketTable(low.graphs)
+        self.run_prelude()
+
+    def run_prelude(self) -> None:
+        """What runs once, before the first step."""
+        if self.low.prelude is not None:
+            GraphInterpreter(REGISTRY, self.memory).run(self.low.prelude, 0, 0, 0)
 
     def counts(self, inputs: dict[str, Any]) -> Any:
         """token_counts of the slots that the step of ``inputs`` counts."""

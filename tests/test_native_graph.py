@@ -46,7 +46,11 @@ class NativeDevice:
         self.graphs = {
             bucket: self.device.load_graph(graph.encode(), low.kv_page_bytes) for bucket, graph in low.graphs.items()
         }
+        if low.prelude is not None:
+            self.prelude = self.device.load_graph(low.prelude.encode(), low.kv_page_bytes)
         self.device.seal()
+        if low.prelude is not None:
+            self.device.wait(self.device.submit(self.prelude, 0, 0, 0))
 
     def bytes(self, region: Region) -> Any:
         return np.frombuffer(self.device.view(str(region)), np.uint8)

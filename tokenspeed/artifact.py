@@ -6,6 +6,7 @@ Layout (``artifacts/README.md`` explains every part):
     DIGEST                        SHA-256 of manifest.json: the artifact's identity
     graphs/<target>/<bucket>.tslg LaunchGraphs
     graphs/<target>/ceiling-*.tslg what measures a GPU
+    graphs/<target>/prelude.tslg  what runs once, before the first step
     graphs/<target>/values.json   where the values of a step lie: for those who look into one
     kernels/<target>/             GPU code objects (.cubin, .hsaco) that the graphs launch
     weights/<layouts>.safetensors weights in the layouts that the chosen kernels read
@@ -35,9 +36,10 @@ from tokenspeed.step import IO, STATE, IoTensor, PlacedTensor
 from tokenspeed.target import Target
 
 FORMAT_VERSION = 3
-"""History: 3 (2026-11-30) values.json per target; the tree of numerics switches in the envelope. 2 (2026-11-29) GPU
-targets: binaries, ceilings; step_sizes in region io; adjustments of logits: inputs, token_counts in region state,
-penalties in the envelope. 1 (2026-11-29) CPU targets: graphs, packed weights, tokenizer, selection, program."""
+"""History: 3 (2026-11-30) values.json per target; the tree of numerics switches in the envelope; a prelude per target,
+where there is one. 2 (2026-11-29) GPU targets: binaries, ceilings; step_sizes in region io; adjustments of logits:
+inputs, token_counts in region state, penalties in the envelope. 1 (2026-11-29) CPU targets: graphs, packed weights,
+tokenizer, selection, program."""
 
 NATIVE_LIBRARY = "native"
 """Library of the CPU kernels' symbols; its ABI number is that of the C++ module."""
@@ -94,6 +96,15 @@ class CeilingEntry:
 
 
 @dataclass(frozen=True)
+class PreludeEntry:
+    """A LaunchGraph that runs once, before the first step, and the ``tables`` that it fills: in region state, behind
+    what every artifact has there, each at a multiple of ALIGNMENT."""
+
+    graph: str
+    tables: tuple[PlacedTensor, ...]
+
+
+@dataclass(frozen=True)
 class StepCost:
     """What a step must do at least, for ceilings: bytes of weights read once a step, floating-point operations
     (a multiply-add is two) of the projections per token, and of the LM head per logit row."""
@@ -124,11 +135,13 @@ class TargetSection:
     cost: StepCost
     values: str
     ceilings: tuple[CeilingEntry, ...] = ()
+    prelude: PreludeEntry | None = None
 
     @property
     def graphs(self) -> tuple[str, ...]:
         """Files of all its LaunchGraphs."""
-        return (*(entry.graph for entry in self.buckets), *(entry.graph for entry in self.ceilings))
+        prelude = () if self.prelude is None else (self.prelude.graph,)
+        return (*(entry.graph for entry in self.buckets), *(entry.graph for entry in self.ceilings), *prelude)
 
 
 @dataclass(frozen=True)
@@ -222,6 +235,7 @@ def _target_section(raw: dict[str, Any]) -> TargetSection:
         ),
         cost=record(StepCost, raw["cost"]),
         ceilings=tuple(record(CeilingEntry, e) for e in raw["ceilings"]),
+        prelude=None if raw.get("prelude") is None else _prelude(raw["prelude"], raw["state_bytes"]),
     )
     if str(Target.parse(section.target)) != section.target:
         raise ValueError(f"target is {section.target!r}")
@@ -231,15 +245,25 @@ def _target_section(raw: dict[str, Any]) -> TargetSection:
     return section
 
 
+def _prelude(raw: Any, state_bytes: int) -> PreludeEntry:
+    tables = tuple(record(PlacedTensor, t, shape=tuple(t["shape"])) for t in raw["tables"])
+    _check_inside(tables, state_bytes)
+    return record(PreludeEntry, raw, tables=tables)
+
+
 def _placed(raw: Any, region_bytes: int, needed: Sequence[IoTensor]) -> tuple[PlacedTensor, ...]:
     """Tensors of a region, exactly those ``needed``, each inside the region."""
     placed = tuple(record(PlacedTensor, t, shape=tuple(t["shape"])) for t in raw)
     if [(t.name, t.dtype) for t in placed] != [(t.name, t.dtype) for t in needed]:
         raise ValueError(f"the tensors of a region are {', '.join(t.name for t in placed) or 'none'}")
+    _check_inside(placed, region_bytes)
+    return placed
+
+
+def _check_inside(placed: Sequence[PlacedTensor], region_bytes: int) -> None:
     for t in placed:
         if not all(type(n) is int and n > 0 for n in t.shape) or t.offset + t.nbytes > region_bytes:
             raise ValueError(f"the tensor {t.name} does not lie inside its region")
-    return placed
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tokenspeed.artifact import MANIFEST, Artifact, TargetSection
 from tokenspeed.bucket import StepLimits, prove_coverage
 from tokenspeed.device_code import DeviceCode, read_device_code
@@ -9,7 +11,7 @@ from tokenspeed.errors import ArtifactError, ProgramError
 from tokenspeed.gpu_verify import verify_gpu_graph
 from tokenspeed.graph import LaunchGraph, Region
 from tokenspeed.graph_verify import verify_graph
-from tokenspeed.step import ALIGNMENT, IO, STATE, place
+from tokenspeed.step import ALIGNMENT, IO, STATE, PlacedTensor, align, place
 from tokenspeed.target import Target
 
 
@@ -72,9 +74,20 @@ def _check_io(artifact: Artifact, section: TargetSection) -> None:
         ("state", STATE, (section.state, section.state_bytes)),
     ):
         need, nbytes = place(tensors, sizes)
+        if region == "state" and section.prelude is not None:
+            nbytes = _end_of_tables(artifact, section, section.prelude.tables, nbytes)
         if have != (need, nbytes):
             differing = next((t.name for t, other in zip(need, have[0], strict=True) if t != other), f"{region}_bytes")
             raise _malformed(artifact, f"{section.target} places {differing} of region {region} otherwise than a build")
+
+
+def _end_of_tables(artifact: Artifact, section: TargetSection, tables: Sequence[PlacedTensor], begin: int) -> int:
+    """Where what a prelude fills ends, if it lies where a build puts it: from ``begin`` on."""
+    for table in tables:
+        if table.offset != begin:
+            raise _malformed(artifact, f"{section.target} places {table.name} of region state otherwise than a build")
+        begin = align(begin + table.nbytes)
+    return begin
 
 
 def _malformed(artifact: Artifact, what: str) -> ArtifactError:

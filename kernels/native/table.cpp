@@ -11,6 +11,7 @@
 #include "linear.h"
 #include "norm.h"
 #include "rope.h"
+#include "rope_table.h"
 #include "sample.h"
 
 namespace tokenspeed::kernels {

@@ -1,7 +1,10 @@
 // rope_kv_write: rotation, rounding, page layout, zeroing of fresh blocks, and independence of chunking.
-#include "test.h"
+#include <cmath>
+#include <random>
 
 #include "kv_fixture.h"
+#include "rope_table.h"
+#include "test.h"
 
 using namespace tokenspeed::testing;
 namespace k = tokenspeed::kernels;
@@ -188,6 +191,53 @@ TEST(neighbouring_layers_and_pages_are_untouched) {
     for (int64_t i = 0; i < end; ++i) touched += bytes[i] != 0xff;
   }
   CHECK(touched == 0);
+}
+
+// An angle's sine and cosine in the precision of long double, rounded once.
+static bool exact(float angle) {
+  const k::CosSin turn = k::cos_sin(angle);
+  return turn.cos == static_cast<float>(cosl(static_cast<long double>(angle))) &&
+         turn.sin == static_cast<float>(sinl(static_cast<long double>(angle)));
+}
+
+TEST(cosines_and_sines_are_rounded_once) {
+  std::mt19937 random(1);
+  int64_t wrong = 0;
+  for (int i = 0; i < 300000; ++i) {  // every magnitude below 2^20, subnormal ones among them
+    const uint32_t bits = static_cast<uint32_t>(random()) % 0x49800000u;
+    float angle;
+    std::memcpy(&angle, &bits, 4);
+    wrong += !exact(angle);
+  }
+  for (int n = 0; n < 660000; n += 7) {  // around multiples of pi / 2, where the reduction cancels
+    const float angle = static_cast<float>(n * 1.5707963267948966);
+    wrong += !exact(angle) + !exact(std::nextafterf(angle, 1e9f));
+  }
+  CHECK(wrong == 0);
+}
+
+TEST(rope_tables_hold_cosines_then_sines_of_rounded_products) {
+  const int64_t positions = 201, head_dim = 48, half = head_dim / 2;
+  std::vector<float> frequencies;
+  for (int64_t i = 0; i < half; ++i) frequencies.push_back(std::pow(10000.0f, -static_cast<float>(i) / half));
+  const float factor = 1.2079441f;
+  std::vector<float> first;
+  for (int workers : {1, 3}) {
+    std::vector<float> table(static_cast<size_t>(positions * head_dim), -1.0f);
+    run_kernel(k::rope_table_avx2,
+               {arg(frequencies.data()), arg(table.data()), arg(positions), arg(head_dim), arg(double{factor})}, 0, workers);
+    int64_t wrong = 0;
+    for (int64_t p = 0; p < positions; ++p) {
+      for (int64_t i = 0; i < half; ++i) {
+        const k::CosSin turn = k::cos_sin(static_cast<float>(p) * frequencies[static_cast<size_t>(i)]);
+        const float* row = table.data() + p * head_dim;
+        wrong += row[i] != factor * turn.cos || row[half + i] != factor * turn.sin;
+      }
+    }
+    CHECK(wrong == 0);
+    if (workers == 1) first = table;
+    CHECK(table == first);
+  }
 }
 
 TEST_MAIN

@@ -47,6 +47,10 @@ def lowered(program: Program, target: str, split_positions: int = 64) -> Lowered
 class GpuDevice(ByteDevice):
     """Regions of bytes, as a GPU would see them; kernels run through the Triton interpreter."""
 
+    def run_prelude(self) -> None:
+        if self.low.prelude is not None:
+            run_gpu_graph(self.low.prelude, self.low.kernels, self.memory, self.placed["step_sizes"], ())
+
     def run(self, inputs: dict[str, Any], seed: int | None = None) -> dict[str, Any]:
         """Run one step; with ``seed`` nodes come in a random order that respects the edges, and programs too."""
         sizes = (len(inputs["token_ids"]), len(inputs["context_lens"]), len(inputs["logit_rows"]))

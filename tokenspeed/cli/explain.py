@@ -34,6 +34,8 @@ _REPORT = {
     ]
 }
 """What of selection.json is shown. Older builds wrote no ``launches``."""
+_PRELUDE = "prelude"
+"""Stands for a bucket where an op runs once, before the first step."""
 _ROWS = ("token", "sequence", "logit row")
 """What there is a row for, by the size ``rows``: a place in STEP_SCALARS."""
 
@@ -80,9 +82,9 @@ def run(args: argparse.Namespace) -> int:
         required = ", ".join(target["required_features"]) or "none"
         separator = "\n" if number else ""
         print(f"{separator}target {target['target']} (features required: {required})")
-        buckets = {bucket for decision in target["decisions"] for bucket in decision["buckets"]}
+        buckets = {bucket for decision in target["decisions"] for bucket in decision["buckets"]} - {_PRELUDE}
         for decision in target["decisions"]:
-            _print(decision, everywhere=buckets <= set(decision["buckets"]))
+            _print(decision, everywhere=bool(buckets) and buckets <= set(decision["buckets"]))
     return 0
 
 

@@ -13,7 +13,8 @@ from tokenspeed.errors import ArtifactError, ProgramError, UsageError
 if TYPE_CHECKING:
     from tokenspeed.artifact import Artifact, Manifest, TargetSection
 
-_PROGRAM = {"ops": [{"name": str, "kind": str, "inputs": [str], "outputs": [str]}]}
+_OPS = [{"name": str, "kind": str, "inputs": [str], "outputs": [str]}]
+_PROGRAM = {"ops": _OPS, "prelude?": _OPS}
 """What of program.json is shown."""
 
 
@@ -61,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print_json(program)
         else:
-            for op in program["ops"]:
+            for op in (*program.get("prelude", ()), *program["ops"]):
                 print(f"{op['name']:<32}{op['kind']:<20}{', '.join(op['inputs'])} -> {', '.join(op['outputs'])}")
     elif args.json:
         print_json({"digest": artifact.digest, **json.loads(artifact.read("manifest.json"))})
@@ -97,6 +98,8 @@ def _print_buckets(_: Manifest, section: TargetSection) -> None:
              "state": section.state_bytes, "kv page": section.kv_page_bytes}  # fmt: skip
     for region, nbytes in sizes.items():
         print(f"  {region:<8}{nbytes / 1e6:>10.2f} MB")
+    if section.prelude is not None:
+        print(f"  prelude{' ' * 46}{section.prelude.graph}")
     for entry in section.buckets:
         bucket = entry.bucket
         print(f"  bucket {bucket.kind:<7} {bucket.num_tokens:>6} tokens {bucket.num_seqs:>5} sequences"

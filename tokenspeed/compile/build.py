@@ -22,6 +22,7 @@ from tokenspeed.artifact import (
     CeilingEntry,
     Manifest,
     ModelSection,
+    PreludeEntry,
     StepCost,
     TargetSection,
 )
@@ -376,6 +377,11 @@ def _write_target(
         path.write_bytes(graph.encode())
         name = path.relative_to(folder).as_posix()
         ceilings.append(CeilingEntry(ceiling.kind, name, ceiling.work, ceiling.num_tokens))
+    prelude = None
+    if target.prelude is not None:
+        path = graphs / "prelude.tslg"
+        path.write_bytes(target.prelude.encode())
+        prelude = PreludeEntry(path.relative_to(folder).as_posix(), target.layout.tables)
     values = graphs / "values.json"
     values.write_bytes(target.values.to_bytes())
     return TargetSection(
@@ -396,6 +402,7 @@ def _write_target(
         cost=cost,
         values=values.relative_to(folder).as_posix(),
         ceilings=tuple(ceilings),
+        prelude=prelude,
     )
 
 
@@ -420,7 +427,7 @@ def _cost(program: Program, target: LoweredTarget) -> StepCost:
     looked_up = {op.operand("table") for op in program.ops if op.kind == "embedding"}
     projections = [op for op in program.ops if op.kind.startswith("linear")]
     whole = {name for op in projections for name in op.inputs} | {
-        w.name for w in program.op_weights if w.name not in looked_up and w.name != "rope_table"
+        w.name for w in program.op_weights if w.name not in looked_up and not w.name.startswith("rope_")
     }
     nbytes = sum(t.nbytes for (name, _), t in target.weights.tensors().items() if name in whole)
     flops = {"num_tokens": 0, "num_logit_rows": 0}

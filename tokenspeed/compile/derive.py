@@ -14,7 +14,7 @@ from tokenspeed.errors import ProgramError
 
 Array: TypeAlias = npt.NDArray[Any]
 
-SOURCES = ("concat", "interleave16", "rope_table")
+SOURCES = ("concat", "interleave16", "rope_table", "rope_frequencies")
 
 
 def derive(program: Program, name: str, fetch: Callable[[str], Array]) -> Array:
@@ -33,6 +33,8 @@ def derive(program: Program, name: str, fetch: Callable[[str], Array]) -> Array:
         made = interleave(gate, up)
     elif value.source.how == "rope_table":
         made = rope_table(value.source, _rows(value))
+    elif value.source.how == "rope_frequencies":
+        made = rope_frequencies(value.source)
     else:
         raise ProgramError(f"weight {name!r}: need a source of {', '.join(SOURCES)}, have {value.source.how!r}")
     if made.shape != value.shape:
@@ -61,6 +63,22 @@ def deinterleave(columns: Array, features: int) -> tuple[Array, Array]:
     panels = columns.reshape(rows, width // (2 * PANEL), 2, PANEL)  # a step may have no rows at all
     gate, up = (panels[:, :, half].reshape(rows, width // 2)[:, :features] for half in (0, 1))
     return gate, up
+
+
+def rope_frequencies(source: Source) -> Array:
+    """float32 [D/2]: the inverse frequencies, each rounded once."""
+    return np.asarray(source.attrs["inverse_frequencies"], np.float64).astype(np.float32)
+
+
+def rope_table_of(frequencies: Array, rows: int, factor: float) -> Array:
+    """The rope table [rows][D] as a device computes it in the precision of ``frequencies`` [D/2]: positions and
+    products are rounded to it, so are cosines and sines of the rounded products (here from float64), and their products
+    with ``factor``."""
+    dtype = frequencies.dtype
+    angles = (np.arange(rows).astype(dtype)[:, None] * frequencies).astype(np.float64)
+    turns = np.concatenate([np.cos(angles), np.sin(angles)], axis=1).astype(dtype)
+    table: Array = turns * dtype.type(factor)
+    return table
 
 
 def rope_table(source: Source, rows: int) -> Array:

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tokenspeed.compile.derive import deinterleave, derive
+from tokenspeed.compile.derive import deinterleave, derive, rope_table_of
 from tokenspeed.compile.ops import ADJUST_OPERANDS, SAMPLE_OPERANDS, Dim
 from tokenspeed.compile.program import Op, Program, Role
 from tokenspeed.compile.sampler import adjust_rows, sample_rows
@@ -66,6 +66,9 @@ class Interpreter:
             value.name: np.zeros([self._size(dim, self._sizes) for dim in value.shape], self._storage(value.dtype))
             for value in program.states
         }
+        self._prepared: dict[str, Array] = {}
+        for op in program.prelude:
+            self._prepared.update(self._evaluate(op, {**self._weights, **self.state, **self._prepared}))
 
     def run(self, inputs: Mapping[str, Array], keep: Sequence[str] = ()) -> dict[str, Array]:
         """Run one step. ``inputs`` by the names of ``tokenspeed.step.INPUTS``, exactly as long as the step.
@@ -73,12 +76,15 @@ class Interpreter:
         Returns the Program's outputs, and of the other values those named in ``keep``, for example ``logits``.
         Raises ProgramError when an input is missing or its shape or dtype does not fit.
         """
-        environment = {**self._weights, **self.state, **self._bind(inputs)}
+        environment = {**self._weights, **self.state, **self._prepared, **self._bind(inputs)}
         for op in self.program.ops:
-            operands = [environment[name] for name in op.inputs]
-            results = EVALUATORS[op.kind](self, op, operands)
-            environment.update(zip(op.outputs, results, strict=True))
+            environment.update(self._evaluate(op, environment))
         return {name: environment[name] for name in (*self.program.outputs, *keep)}
+
+    def _evaluate(self, op: Op, environment: Mapping[str, Array]) -> dict[str, Array]:
+        """The results of ``op`` by name."""
+        results = EVALUATORS[op.kind](self, op, [environment[name] for name in op.inputs])
+        return dict(zip(op.outputs, results, strict=True))
 
     def round(self, x: Array) -> Array:
         """``x`` as the program dtype stores it in this mode."""
@@ -161,6 +167,12 @@ def _rotate(x: Array, table: Array, positions: Array, head_dim: int) -> Array:
     a, b = np.split(x.reshape(len(x), -1, head_dim), 2, axis=-1)
     rotated: Array = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).reshape(x.shape)
     return rotated
+
+
+def _rope_table(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]:
+    frequencies, table = operands
+    table[:] = rope_table_of(frequencies, len(table), op.attrs.number("attention_factor"))
+    return (table,)
 
 
 def _rope(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]:
@@ -255,7 +267,8 @@ def _sample(at: Interpreter, op: Op, operands: list[Array]) -> tuple[Array, ...]
 
 EVALUATORS: Mapping[str, Evaluator] = {
     "embedding": _embedding, "rms_norm": _rms_norm, "linear": _linear, "linear_add": _linear_add,
-    "linear_silu_mul": _linear_silu_mul, "slice_columns": _slice_columns, "rope": _rope, "kv_write": _kv_write,
+    "linear_silu_mul": _linear_silu_mul, "slice_columns": _slice_columns, "rope_table": _rope_table, "rope": _rope,
+    "kv_write": _kv_write,
     "rope_kv_write": _rope_kv_write, "paged_attention": _paged_attention, "silu": _silu, "mul": _mul,
     "silu_mul": _silu_mul, "add": _add, "gather_rows": _gather_rows, "adjust_logits": _adjust_logits,
     "sample": _sample,

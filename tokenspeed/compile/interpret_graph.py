@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tokenspeed.compile.derive import deinterleave
+from tokenspeed.compile.derive import deinterleave, rope_table_of
 from tokenspeed.compile.ops import ADJUST_OPERANDS, PANEL, SAMPLE_OPERANDS, round_up
 from tokenspeed.compile.sampler import adjust_rows, sample_rows
 from tokenspeed.compile.weights import unpack_panel16
@@ -236,6 +236,11 @@ def _kv_index(call: Call) -> tuple[Array, Array]:
     return page_index(call.integer("num_kv_heads"), call.integer("page_size"), call.integer("head_dim"), pairs)
 
 
+def _rope_table(call: Call) -> None:
+    frequencies = call.read("inverse_frequencies", (call.integer("head_dim") // 2,))
+    call.write("table", rope_table_of(frequencies, call.integer("num_positions"), call.number("attention_factor")))
+
+
 def _rope_kv_write(call: Call) -> None:
     tokens, page_size, dim = call.integer("num_tokens"), call.integer("page_size"), call.integer("head_dim")
     heads, kv_heads = call.integer("num_heads"), call.integer("num_kv_heads")
@@ -341,6 +346,7 @@ REFERENCES: Mapping[str, Callable[[Call], None]] = {
     "linear": _linear,
     "linear_add": _linear_add,
     "linear_silu_mul": _linear_silu_mul,
+    "rope_table": _rope_table,
     "rope_kv_write": _rope_kv_write,
     "paged_attention": _paged_attention,
     "gather_rows": _gather_rows,

@@ -1,13 +1,13 @@
 """The memory layout of one target: where every value of a Program lives, the same in all of its buckets.
 
-Inputs lie in region io, outputs beside them or, on a GPU, in host_io; KV pages in kv, last tokens and token counts in
-state, packed weights in weights, everything else in the arena. Arena rows are padded to ROW_PADDING: kernels may read
-(never write) whole tiles of rows.
+Inputs lie in region io, outputs beside them or, on a GPU, in host_io; KV pages in kv; last tokens and token counts in
+state, behind them what a prelude fills; packed weights in weights; everything else in the arena. Arena rows are padded
+to ROW_PADDING: kernels may read (never write) whole tiles of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -32,7 +32,8 @@ _OUTPUT_NAMES = frozenset(tensor.name for tensor in OUTPUTS)
 class Layout:
     """Where every value is. ``places`` gives region and byte offset of the storage of each value (for kv inside
     a page); several values share storage where an op overwrites its operand. With ``host_io`` a step's inputs come from
-    that region and its outputs go there; its layout is that of region io. Sizes in bytes."""
+    that region and its outputs go there; its layout is that of region io. ``tables`` are what the prelude fills, in
+    region state. Sizes in bytes."""
 
     program: Program
     limits: StepLimits
@@ -48,6 +49,7 @@ class Layout:
     state: tuple[PlacedTensor, ...]
     state_bytes: int
     host_io: bool
+    tables: tuple[PlacedTensor, ...] = ()
 
     @property
     def region_sizes(self) -> dict[Region, int]:
@@ -128,6 +130,8 @@ def plan_layout(
     for value in kv_values(program):
         places[value.name] = (Region.KV, kv_bytes)
         kv_bytes += align(kv_layer_bytes(value))
+    tables, state_bytes = _place_tables(program, places, state_bytes)
+    places |= {tensor.name: (Region.STATE, tensor.offset) for tensor in tables}
     for value in program.with_role(Role.INPUT, Role.STATE, Role.OUTPUT):
         if value.name not in places:
             raise ProgramError(f"value {value.name!r}: need a {value.role} of tokenspeed/step.py or a KV state")
@@ -142,8 +146,19 @@ def plan_layout(
     slots = _scratch_slots(scratch or {}, arena)
     return Layout(
         program, limits, places, own, together, slots, weights_bytes, arena, kv_bytes, io, io_bytes, state, state_bytes,
-        host_io,
+        host_io, tables,
     )  # fmt: skip
+
+
+def _place_tables(program: Program, known: Container[str], offset: int) -> tuple[tuple[PlacedTensor, ...], int]:
+    """The state that the prelude fills, from ``offset`` of region state on, and where it ends."""
+    tables = []
+    for name in dict.fromkeys(program.root(name) for op in program.prelude for name in op.outputs):
+        if name not in known:
+            value = program.values[name]
+            tables.append(PlacedTensor(name, value.dtype, tuple(_numbers(value.shape)), offset))
+            offset = align(offset + tables[-1].nbytes)
+    return tuple(tables), offset
 
 
 def pages_per_seq(program: Program) -> int:
@@ -209,7 +224,7 @@ def _storage(program: Program) -> dict[str, str]:
     last_read: dict[str, int] = {}
     for index, op in enumerate(program.ops):
         last_read |= dict.fromkeys(op.inputs, index)
-    storage: dict[str, str] = {}
+    storage = {result: program.root(result) for op in program.prelude for result in op.aliases()}
     members: dict[str, list[str]] = {}
     for index, op in enumerate(program.ops):
         overwritten = dict(op.aliases())

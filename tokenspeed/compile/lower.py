@@ -14,7 +14,7 @@ from tokenspeed.compile.ceilings import REPEATS, Ceiling, plan_ceilings
 from tokenspeed.compile.layout import Layout, kv_page_bytes, pages_per_seq, plan_layout
 from tokenspeed.compile.ops import Dim
 from tokenspeed.compile.program import Program, Role
-from tokenspeed.compile.select import KernelCall, Plan, Selection, select
+from tokenspeed.compile.select import PRELUDE, KernelCall, Plan, Selection, select
 from tokenspeed.compile.weights import WeightPlan, plan_weights
 from tokenspeed.errors import ProgramError
 from tokenspeed.graph import Access, Argument, Float, Int, Launch, LaunchGraph, Node, Pointer, Region, StepScalar
@@ -41,7 +41,7 @@ class LoweredTarget:
 
     Sizes in bytes. ``kernels`` are the GPU kernels that the graphs launch, by the names of their binaries;
     ``captured`` are the code objects of kernels that libraries launch, by name; ``ceilings`` are measured and have
-    graphs beside those of the buckets.
+    graphs beside those of the buckets; ``prelude`` runs once, before the first step.
     """
 
     target: Target
@@ -58,6 +58,7 @@ class LoweredTarget:
     state_bytes: int
     selection: Selection
     layout: Layout
+    prelude: LaunchGraph | None = None
 
     @property
     def values(self) -> StepValues:
@@ -81,7 +82,7 @@ class TargetPlan:
     def kernels(self) -> tuple[DeviceKernel, ...]:
         """The GPU kernels of all buckets and ceilings, each once, in the order of their first use."""
         stages = list(self.inputs.values())
-        stages += [stage for plan in self.selection.plans for call in plan.calls for stage in call.stages]
+        stages += [stage for plan in self.selection.all_plans for call in plan.calls for stage in call.stages]
         stages += [ceiling.stage for ceiling in self.ceilings]
         return tuple(dict.fromkeys(stage.kernel for stage in stages if stage.kernel is not None))
 
@@ -127,7 +128,7 @@ def plan_target(
     }
     selection = select(program, target, rungs, registry, deployment, features=features, op_features=op_features,
                        pinned=pinned, solution=solution)  # fmt: skip
-    weights = plan_weights(program, _needed_weights(program, selection.plans))
+    weights = plan_weights(program, _needed_weights(program, selection.all_plans))
     shared = _shared_workspaces(selection.plans)
     scratch = _scratch(selection.plans)
     layout = plan_layout(
@@ -162,7 +163,9 @@ def lower_target(
     }
     smallest = next(iter(heads.values()), [])
     ceilings = tuple((ceiling, lower_ceiling(ceiling, binaries, smallest)) for ceiling in plan.ceilings)
+    prelude = _lower_prelude(plan, binaries, captures)
     named = [(bucket.name, graph) for bucket, graph in graphs.items()]
+    named += [] if prelude is None else [(PRELUDE, prelude)]
     for name, graph in (*named, *((ceiling.kind, graph) for ceiling, graph in ceilings)):
         try:
             verify_graph(graph, layout.region_sizes, layout.kv_page_bytes)
@@ -183,7 +186,17 @@ def lower_target(
         state_bytes=layout.state_bytes,
         selection=plan.selection,
         layout=layout,
+        prelude=prelude,
     )
+
+
+def _lower_prelude(plan: TargetPlan, binaries: Mapping[DeviceKernel, Binary], captures: Captures) -> LaunchGraph | None:
+    """The graph of what runs once. Nothing comes before it, and it brings no inputs: there is no step."""
+    prelude = plan.selection.prelude
+    if prelude is None:
+        return None
+    assert not any(call.spec.workspace_bytes(call.sizes) for call in prelude.calls), "memory for it is not laid out"
+    return lower_plan(plan.program, prelude, plan.layout, plan.weights, binaries, captures)
 
 
 def lower_program(

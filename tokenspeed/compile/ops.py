@@ -207,6 +207,15 @@ def _rope_table(table: TensorType, head_dim: int) -> None:
     _need(head_dim % 2 == 0 and width == head_dim, f"rope_table to have {head_dim} columns (an even number)", table)
 
 
+def _make_rope_table(types: Sequence[TensorType], attrs: Attrs, dtype: str) -> tuple[TensorType, ...]:
+    frequencies, table = types
+    rows, width = _matrix(table, "table", "float32")
+    _need(isinstance(rows, int), "a fixed number of positions", table)
+    _rope_table(table, _width(width, "columns of table"))
+    _exactly(frequencies, "inverse_frequencies", "float32", _width(width, "columns of table") // 2)
+    return (table,)
+
+
 def _kv_write(types: Sequence[TensorType], attrs: Attrs, dtype: str) -> tuple[TensorType, ...]:
     kv, k, v, slot_mapping = types
     heads, head_dim = attrs.integer("num_kv_heads"), attrs.integer("head_dim")
@@ -341,6 +350,9 @@ _TABLE = (
              "silu(x @ gate.T) * (x @ up.T), where weight interleaves gate and up in panels of 16 rows",
              {"features": int}),
     OpSchema("slice_columns", ("x",), ("out",), _slice_columns, "x[:, start:stop]", {"start": int, "stop": int}),
+    OpSchema("rope_table", ("inverse_frequencies", "table"), ("table",), _make_rope_table,
+             "row p: attention_factor * cos(p f) for each inverse frequency f, then attention_factor * sin(p f); each "
+             "product, cosine and sine rounded to float32", {"attention_factor": float}, {"table": "table"}),
     OpSchema("rope", ("x", "rope_table", "positions"), ("out",), _rope,
              "rotates each head by its position: (a, b) -> (a cos - b sin, b cos + a sin) on the halves a, b",
              {"head_dim": int}),

@@ -7,6 +7,7 @@ Fusions match on SSA structure and fuse a value only when its single user is the
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeAlias
 
 from tokenspeed.compile.ops import PANEL, Attrs, round_up
@@ -207,7 +208,7 @@ def fuse_residual_add(program: Program) -> Program:
 
 def eliminate_dead_code(program: Program) -> Program:
     """Drop ops that no output and no state needs, then weights that nothing uses."""
-    live = set(program.outputs)
+    live = {*program.outputs, *(name for op in program.prelude for name in op.inputs)}
     kept: list[Op] = []
     for op in reversed(program.ops):
         writes_state = any(program.values[program.root(name)].role is Role.STATE for name in op.aliases())
@@ -219,7 +220,7 @@ def eliminate_dead_code(program: Program) -> Program:
             live.update(weight.source.inputs)
     dead = {weight.name for weight in program.weights if weight.name not in live}
     pruned = {name: value for name, value in program.values.items() if name not in dead}
-    return Program(program.name, pruned, program.ops, program.outputs, program.metadata).with_ops(reversed(kept))
+    return replace(program, values=pruned).with_ops(reversed(kept))
 
 
 CPU_PASSES: tuple[Pass, ...] = (

@@ -38,7 +38,8 @@ class Source:
     ``concat``: ``inputs`` stacked along rows. ``interleave16``: panels of 16 rows of the first input and of the
     second in turn, each input padded with zero rows to whole panels. ``rope_table``: no inputs; attributes
     ``inverse_frequencies`` (radians per position, D/2 of them) and ``attention_factor`` give
-    row p = factor * cos(p f) for each frequency f, then factor * sin(p f).
+    row p = factor * cos(p f) for each frequency f, then factor * sin(p f). ``rope_frequencies``: no inputs; the
+    attribute ``inverse_frequencies``.
     """
 
     how: str
@@ -92,6 +93,8 @@ class Op:
 class Program:
     """A model as data: ``values`` by name, ``ops`` in execution order, ``outputs`` that a step reports.
 
+    ``prelude`` are ops that run once, before the first step: they know no step, and fill state that steps read.
+
     ``metadata`` describes the model and the envelope it was built under: dtype, page_size, max_model_len,
     architecture, vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim.
     """
@@ -101,6 +104,7 @@ class Program:
     ops: tuple[Op, ...]
     outputs: tuple[str, ...]
     metadata: Attrs
+    prelude: tuple[Op, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", MappingProxyType(dict(self.values)))
@@ -136,26 +140,31 @@ class Program:
         return self.with_role(Role.STATE)
 
     @property
+    def all_ops(self) -> tuple[Op, ...]:
+        """Those of the prelude, then those of a step."""
+        return self.prelude + self.ops
+
+    @property
     def op_weights(self) -> tuple[Value, ...]:
         """The weights that ops read: exactly what has to be packed into an artifact."""
-        read = {name for op in self.ops for name in op.inputs}
+        read = {name for op in self.all_ops for name in op.inputs}
         return tuple(value for value in self.weights if value.name in read)
 
     def root(self, name: str) -> str:
         """The value whose storage ``name`` is: itself, unless it aliases an operand of its op."""
-        aliases = {result: operand for op in self.ops for result, operand in op.aliases().items()}
+        aliases = {result: operand for op in self.all_ops for result, operand in op.aliases().items()}
         while name in aliases:
             name = aliases[name]
         return name
 
     def producers(self) -> dict[str, Op]:
         """Value name -> the op that defines it."""
-        return {name: op for op in self.ops for name in op.outputs}
+        return {name: op for op in self.all_ops for name in op.outputs}
 
     def users(self) -> dict[str, tuple[Op, ...]]:
         """Value name -> the ops that read it, in order."""
         users: dict[str, tuple[Op, ...]] = {}
-        for op in self.ops:
+        for op in self.all_ops:
             for name in dict.fromkeys(op.inputs):
                 users[name] = (*users.get(name, ()), op)
         return users
@@ -168,6 +177,8 @@ class Program:
         builder = ProgramBuilder(self.name, self.metadata)
         for value in (*self.with_role(Role.INPUT, Role.STATE, Role.WEIGHT), *weights):
             builder.define(value)
+        for op in self.prelude:
+            builder.append_prelude(op)
         for op in ops:
             builder.append(op)
         return builder.finish(self.outputs)
@@ -193,6 +204,7 @@ class ProgramBuilder:
         self._metadata = Attrs(metadata)
         self._values: dict[str, Value] = {}
         self._ops: list[Op] = []
+        self._prelude: list[Op] = []
         self.dtype = str(metadata["dtype"])
 
     def define(self, value: Value) -> str:
@@ -225,10 +237,19 @@ class ProgramBuilder:
 
     def append(self, op: Op) -> str:
         """Append ``op`` and define its results; returns the first of them."""
-        for value in result_values(op, [self._lookup(op, name).type for name in op.inputs], self.dtype):
-            self.define(value)
+        self._define_results(op)
         self._ops.append(op)
         return op.outputs[0]
+
+    def append_prelude(self, op: Op) -> str:
+        """Likewise an op that runs once, before the first step. Comes before the ops that use its results."""
+        self._define_results(op)
+        self._prelude.append(op)
+        return op.outputs[0]
+
+    def _define_results(self, op: Op) -> None:
+        for value in result_values(op, [self._lookup(op, name).type for name in op.inputs], self.dtype):
+            self.define(value)
 
     def _lookup(self, op: Op, name: str) -> Value:
         if name not in self._values:
@@ -246,7 +267,7 @@ class ProgramBuilder:
             self._values[name] = replace(self._values[name], role=Role.OUTPUT)
         order = {Role.INPUT: 0, Role.STATE: 1, Role.WEIGHT: 2, Role.TEMP: 3, Role.OUTPUT: 3}
         values = {value.name: value for value in sorted(self._values.values(), key=lambda value: order[value.role])}
-        return Program(self._name, values, tuple(self._ops), tuple(outputs), self._metadata)
+        return Program(self._name, values, tuple(self._ops), tuple(outputs), self._metadata, tuple(self._prelude))
 
 
 def result_values(op: Op, operand_types: Sequence[TensorType], dtype: str) -> tuple[Value, ...]:
@@ -289,11 +310,13 @@ def _to_data(program: Program) -> dict[str, Any]:
         "metadata": dict(program.metadata),
         "outputs": list(program.outputs),
         "values": [_value_data(value) for value in program.values.values()],
-        "ops": [
-            {"kind": op.kind, "name": op.name, "inputs": op.inputs, "outputs": op.outputs, "attrs": dict(op.attrs)}
-            for op in program.ops
-        ],
+        "ops": [_op_data(op) for op in program.ops],
+        **({"prelude": [_op_data(op) for op in program.prelude]} if program.prelude else {}),
     }
+
+
+def _op_data(op: Op) -> dict[str, Any]:
+    return {"kind": op.kind, "name": op.name, "inputs": op.inputs, "outputs": op.outputs, "attrs": dict(op.attrs)}
 
 
 def _value_data(value: Value) -> dict[str, Any]:
@@ -310,15 +333,16 @@ def _from_data(text: str) -> Program:
         if data["format"] != PROGRAM_FORMAT:
             raise ProgramError(f"need a Program in format {PROGRAM_FORMAT}, have format {data['format']!r}")
         values = [_read_value(item) for item in data["values"]]
-        ops = tuple(
-            Op(_text(item["kind"]), _text(item["name"]), _names(item["inputs"]), _names(item["outputs"]),
-               _attrs(item["attrs"]))
-            for item in data["ops"]
-        )  # fmt: skip
+        ops, prelude = (tuple(_read_op(item) for item in items) for items in (data["ops"], data.get("prelude", [])))
         named = {value.name: value for value in values}
-        return Program(_text(data["name"]), named, ops, _names(data["outputs"]), _attrs(data["metadata"]))
+        return Program(_text(data["name"]), named, ops, _names(data["outputs"]), _attrs(data["metadata"]), prelude)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise ProgramError(f"the text is not a Program in JSON: {error!r}") from None
+
+
+def _read_op(item: Mapping[str, Any]) -> Op:
+    return Op(_text(item["kind"]), _text(item["name"]), _names(item["inputs"]), _names(item["outputs"]),
+              _attrs(item["attrs"]))  # fmt: skip
 
 
 def _read_value(item: Mapping[str, Any]) -> Value:
@@ -364,10 +388,11 @@ def _lines(program: Program) -> Iterable[str]:
     yield f"program {program.name} ({', '.join(f'{key}={value}' for key, value in program.metadata.items())})"
     for value in program.with_role(Role.INPUT, Role.STATE, Role.WEIGHT):
         yield f"  {value.role:<6} {value.name}: {value.type}{_made(value.source)}"
-    for op in program.ops:
+    for op in program.all_ops:
+        once = "once " if op in program.prelude else ""
         results = ", ".join(f"{name}: {values[name].type}" if name in values else name for name in op.outputs)
         attrs = "".join(f", {key}={value:g}" for key, value in op.attrs.items() if isinstance(value, int | float))
-        yield f"  {results} = {op.kind}({', '.join(op.inputs)}{attrs})"
+        yield f"  {once}{results} = {op.kind}({', '.join(op.inputs)}{attrs})"
     yield f"  return {', '.join(program.outputs)}"
 
 

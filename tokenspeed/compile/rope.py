@@ -20,6 +20,8 @@ from numpy.typing import NDArray
 from tokenspeed.compile.checkpoint import ModelConfig, RopeScaling
 from tokenspeed.errors import CheckpointError
 
+MAX_ANGLE = 1 << 20
+"""Radians below which every device's float32 cosines and sines are good (kernels/native/rope_table.h)."""
 SCALING_KINDS = ("linear", "llama3", "yarn")
 """Kinds of RopeScaling that have a formula here. Dynamic kinds change with each request's length: no fixed table."""
 

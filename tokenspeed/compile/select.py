@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from tokenspeed.bucket import Bucket
+from tokenspeed.bucket import Bucket, BucketKind
 from tokenspeed.compile.ops import Dim
 from tokenspeed.compile.program import Op, Program
 from tokenspeed.errors import SelectionError
@@ -14,6 +14,11 @@ from tokenspeed.kernels.library import LibraryKernel
 from tokenspeed.kernels.registry import Candidate, DeviceKernel, KernelSpec, Registry, Request, Stage
 from tokenspeed.step import STEP_SCALARS
 from tokenspeed.target import Target
+
+PRELUDE = "prelude"
+"""Where decisions name buckets: the ops that run once, before the first step."""
+NO_STEP = Bucket(BucketKind.DECODE, 1, 1, 1)
+"""Stands where a bucket is asked for and nothing depends on it."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,7 @@ class Decision:
             "sizes": dict(self.sizes),
             "ops": list(self.op_names),
             "buckets": list(self.buckets),
-            "chosen": self.chosen.symbol,
+            "chosen": self.chosen.name,
             "launches": [
                 {"buckets": list(buckets), "kernels": [kernel.to_json() for kernel in kernels]}
                 for kernels, buckets in self.launches.items()
@@ -74,7 +79,8 @@ class Decision:
 
 @dataclass(frozen=True)
 class Selection:
-    """The Plans of one target, parallel to its buckets, and the decisions that led to them."""
+    """The Plans of one target, parallel to its buckets, and the decisions that led to them. ``prelude`` is the Plan of
+    what runs once, before the first step."""
 
     target: Target
     plans: tuple[Plan, ...]
@@ -83,6 +89,12 @@ class Selection:
     pinned: Mapping[str, str]
     solution: str | None = None
     op_features: Mapping[str, frozenset[str]] = field(default_factory=dict)
+    prelude: Plan | None = None
+
+    @property
+    def all_plans(self) -> tuple[Plan, ...]:
+        """Those of the buckets, then that of the prelude."""
+        return self.plans if self.prelude is None else (*self.plans, self.prelude)
 
     def to_json(self) -> dict[str, Any]:
         """The selection report of the artifact: what was chosen for what, and why not the others."""
@@ -122,14 +134,13 @@ def select(
         SelectionError: an op has no kernel, or a pinned op is not in the program.
     """
     pinned, op_features = dict(pinned or {}), op_features or {}
-    unknown = sorted(set(pinned) - {op.kind for op in program.ops})
+    unknown = sorted(set(pinned) - {op.kind for op in program.all_ops})
     if unknown:
-        kinds = ", ".join(sorted({op.kind for op in program.ops}))
+        kinds = ", ".join(sorted({op.kind for op in program.all_ops}))
         raise SelectionError(f"op {unknown[0]!r} is pinned to {pinned[unknown[0]]!r}, but the program has only {kinds}")
-    groups = _groups(program, deployment)
     answers: list[_Answer] = []
-    plans = []
-    for bucket in buckets:
+
+    def plan(groups: Sequence[_Group], bucket: Bucket, where: str) -> Plan:
         calls: dict[str, KernelCall] = {}
         for group in groups:
             request = Request(
@@ -143,12 +154,18 @@ def select(
             )
             spec, candidates = registry.select(request)
             stages = spec.stages(request)
-            answers.append(_Answer(group, bucket, candidates, _gpu_kernels(stages)))
+            answers.append(_Answer(group, where, candidates, _gpu_kernels(stages)))
             calls |= {op.name: KernelCall(op, spec, request.sizes, stages) for op in group.ops}
-        plans.append(Plan(target, bucket, tuple(calls[op.name] for op in program.ops)))
+        return Plan(target, bucket, tuple(calls[op.name] for op in program.all_ops if op.name in calls))
+
+    first = _groups(program, program.prelude, deployment)
+    prelude = plan(first, NO_STEP, PRELUDE) if first else None
+    groups = _groups(program, program.ops, deployment)
+    plans = [plan(groups, bucket, bucket.name) for bucket in buckets]
     if "batch_invariant" in features:
         _check_bitwise_classes(plans)
-    return Selection(target, tuple(plans), _decisions(program.dtype, answers), features, pinned, solution, op_features)
+    decisions = _decisions(program.dtype, answers)
+    return Selection(target, tuple(plans), decisions, features, pinned, solution, op_features, prelude)
 
 
 @dataclass(frozen=True)
@@ -162,10 +179,10 @@ class _Group:
 
 @dataclass(frozen=True)
 class _Answer:
-    """The registry's answer for a group in a bucket, and what its first kernel launches there."""
+    """The registry's answer for a group in a bucket or in the prelude, and what its first kernel launches there."""
 
     group: _Group
-    bucket: Bucket
+    where: str
     candidates: tuple[Candidate, ...]
     kernels: GpuKernels
 
@@ -174,9 +191,9 @@ def _gpu_kernels(stages: Sequence[Stage]) -> GpuKernels:
     return tuple(kernel for stage in stages if (kernel := stage.kernel or stage.library) is not None)
 
 
-def _groups(program: Program, deployment: Mapping[str, int]) -> list[_Group]:
+def _groups(program: Program, ops: Sequence[Op], deployment: Mapping[str, int]) -> list[_Group]:
     members: dict[tuple[str, tuple[tuple[str, int], ...]], list[Op]] = {}
-    for op in program.ops:
+    for op in ops:
         sizes = tuple(sorted(op_sizes(program, op, deployment).items()))
         members.setdefault((op.kind, sizes), []).append(op)
     return [_Group(kind, dict(sizes), tuple(ops)) for (kind, sizes), ops in members.items()]
@@ -186,15 +203,15 @@ def _decisions(dtype: str, answers: Sequence[_Answer]) -> tuple[Decision, ...]:
     """Answers that are equal in several buckets become one decision."""
     merged: dict[object, list[_Answer]] = {}
     for answer in answers:
-        key = (id(answer.group), tuple((c.spec.symbol, c.reasons) for c in answer.candidates))
+        key = (id(answer.group), tuple((c.spec.name, c.reasons) for c in answer.candidates))
         merged.setdefault(key, []).append(answer)
     decisions = []
     for equal in merged.values():
         group, launches = equal[0].group, dict[GpuKernels, tuple[str, ...]]()
         for answer in equal:
             if answer.kernels:
-                launches[answer.kernels] = (*launches.get(answer.kernels, ()), answer.bucket.name)
-        names, buckets = tuple(op.name for op in group.ops), tuple(answer.bucket.name for answer in equal)
+                launches[answer.kernels] = (*launches.get(answer.kernels, ()), answer.where)
+        names, buckets = tuple(op.name for op in group.ops), tuple(answer.where for answer in equal)
         decisions.append(Decision(group.kind, dtype, group.sizes, equal[0].candidates, names, buckets, launches))
     return tuple(decisions)
 
@@ -206,8 +223,8 @@ def _check_bitwise_classes(plans: Sequence[Plan]) -> None:
             if first.spec.bitwise_class != other.spec.bitwise_class:
                 raise SelectionError(
                     f"op {first.op.name!r} ({first.op.kind}): need kernels of one bitwise class in every bucket "
-                    f"(feature batch_invariant), have {first.spec.symbol} in bucket {plans[0].bucket.name} and "
-                    f"{other.spec.symbol} in {plan.bucket.name}",
+                    f"(feature batch_invariant), have {first.spec.name} in bucket {plans[0].bucket.name} and "
+                    f"{other.spec.name} in {plan.bucket.name}",
                     hint=f"pin op {first.op.kind!r} to one solution",
                 )
 
@@ -227,8 +244,8 @@ def op_sizes(program: Program, op: Op, deployment: Mapping[str, int]) -> dict[st
     """The fixed sizes of ``op``, by the names that KernelSpecs use: its whole-number attributes and
 
     H columns of a row (embedding, rms_norm, gather_rows), V vocabulary (adjust_logits, sample), N and K output and
-    input features and F gated features (projections), for attention the sizes of the deployment, and ``rows``: which
-    of STEP_SCALARS counts the rows of its first result.
+    input features and F gated features (projections), num_positions and head_dim (rope_table), for attention the sizes
+    of the deployment, and ``rows``: which of STEP_SCALARS counts the rows of its first result.
     """
 
     def width(value: str) -> int:
@@ -244,6 +261,10 @@ def op_sizes(program: Program, op: Op, deployment: Mapping[str, int]) -> dict[st
             sizes["H"] = width(op.outputs[0])
         case "linear" | "linear_add":
             sizes |= {"N": width(op.outputs[0]), "K": width(op.operand("x"))}
+        case "rope_table":
+            rows = program.values[op.outputs[0]].shape[0]
+            assert isinstance(rows, int), op.name
+            sizes |= {"num_positions": rows, "head_dim": width(op.outputs[0])}
         case "linear_silu_mul":
             sizes |= {"F": sizes.pop("features"), "K": width(op.operand("x"))}
         case "rope_kv_write" | "paged_attention":

@@ -7,7 +7,7 @@ after an op has overwritten its storage; every weight used and every source know
 from __future__ import annotations
 
 from tokenspeed.compile.derive import SOURCES
-from tokenspeed.compile.ops import DTYPES, PANEL, PROGRAM_DTYPES, SYMBOLS, round_up
+from tokenspeed.compile.ops import DTYPES, PANEL, PROGRAM_DTYPES, SYMBOLS, TensorType, round_up
 from tokenspeed.compile.program import Op, Program, Role, Value, result_values
 from tokenspeed.errors import ProgramError
 from tokenspeed.step import INPUTS
@@ -55,11 +55,13 @@ def _check_value(name: str, value: Value) -> None:
 
 
 def _check_ops(program: Program) -> None:
-    """Definition before use, single assignment, schemas."""
+    """Definition before use, single assignment, schemas; a prelude knows no step."""
     defined = {value.name for value in program.with_role(Role.INPUT, Role.STATE, Role.WEIGHT)}
     names: set[str] = set()
-    for op in program.ops:
+    for op in program.all_ops:
         at = f"op {op.name!r} ({op.kind})"
+        if op in program.prelude:
+            _check_prelude(program, op, at)
         if op.name in names:
             raise ProgramError(f"{at}: need a name of its own, have one that an earlier op has")
         names.add(op.name)
@@ -71,6 +73,17 @@ def _check_ops(program: Program) -> None:
                 raise ProgramError(f"{at}: defines {name!r} a second time")
             defined.add(name)
         _check_types(program, op, at)
+
+
+def _check_prelude(program: Program, op: Op, at: str) -> None:
+    for name in op.inputs:
+        value = program.values.get(name)
+        if value is not None and any(isinstance(dim, str) for dim in value.shape):
+            raise ProgramError(f"{at}: need operands of fixed shape in the prelude, have {name!r}: {value.type}")
+    for name in op.outputs:
+        root = program.values.get(program.root(name))
+        if root is None or root.role is not Role.STATE:
+            raise ProgramError(f"{at}: need a prelude that fills state, have {name!r}, which is none")
 
 
 def _check_types(program: Program, op: Op, at: str) -> None:
@@ -100,7 +113,7 @@ def _check_results(program: Program) -> None:
 def _check_storage(program: Program) -> None:
     """No read, and no second write, of a value whose storage an op has overwritten."""
     overwritten: dict[str, Op] = {}
-    for op in program.ops:
+    for op in program.all_ops:
         at = f"op {op.name!r} ({op.kind})"
         for name in op.inputs:
             if name in overwritten:
@@ -117,7 +130,7 @@ def _check_storage(program: Program) -> None:
 
 
 def _check_weights(program: Program) -> None:
-    used = {name for op in program.ops for name in op.inputs}
+    used = {name for op in program.all_ops for name in op.inputs}
     known: set[str] = set()
     for value in program.weights:
         if value.source is not None:
@@ -137,12 +150,24 @@ def _check_source(program: Program, value: Value, known: set[str]) -> None:
     for name in source.inputs:
         if name not in known:
             raise ProgramError(f"{at}: is made from {name!r}, which is not a weight listed before it")
+    if source.how == "rope_frequencies":
+        return _check_frequencies(value)
     parts = [program.values[name] for name in source.inputs]
     if any(len(part.shape) != 2 or part.dtype != value.dtype or part.shape[1] != value.shape[1] for part in parts):
         have = ", ".join(str(part.type) for part in parts)
         raise ProgramError(f"{at}: need sources of {value.dtype} with {value.shape[1]} columns, have {have}")
     if value.shape[0] != _source_rows(value, parts):
         raise ProgramError(f"{at}: need {_source_rows(value, parts)} rows by its source, have {value.shape[0]}")
+
+
+def _check_frequencies(value: Value) -> None:
+    assert value.source is not None
+    frequencies = value.source.attrs.get("inverse_frequencies")
+    if value.source.inputs or not isinstance(frequencies, tuple) or value.type != TensorType(
+        "float32", (len(frequencies),)
+    ):  # fmt: skip
+        have = value.type
+        raise ProgramError(f"weight {value.name!r}: need as many float32 elements as inverse frequencies, have {have}")
 
 
 def _source_rows(value: Value, parts: list[Value]) -> int:

@@ -27,7 +27,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from tokenspeed.compile.derive import interleave, rope_table
+from tokenspeed.compile.derive import interleave, rope_frequencies, rope_table
 from tokenspeed.compile.ops import PANEL, round_up
 from tokenspeed.compile.program import Program, Value
 from tokenspeed.errors import CheckpointError, ProgramError
@@ -303,6 +303,8 @@ def _row_blocks(program: Program, value: Value, source: TensorSource) -> Iterato
             rows = value.shape[0]
             assert isinstance(rows, int), value
             yield partial(rope_table, made, rows)
+        case "rope_frequencies":
+            yield partial(rope_frequencies, made)
         case _:
             raise ProgramError(f"weight {value.name!r}: need a source that can be packed, have {made.how!r}")
 

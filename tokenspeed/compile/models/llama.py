@@ -11,8 +11,8 @@ from __future__ import annotations
 from tokenspeed.compile.checkpoint import EMBEDDING, LM_HEAD, ModelConfig
 from tokenspeed.compile.ops import ADJUST_OPERANDS, SAMPLE_OPERANDS, Attrs, round_up
 from tokenspeed.compile.orders import DEFAULT_ORDERS, Orders
-from tokenspeed.compile.program import Program, ProgramBuilder, Source
-from tokenspeed.compile.rope import attention_factor, inverse_frequencies
+from tokenspeed.compile.program import Op, Program, ProgramBuilder, Source
+from tokenspeed.compile.rope import MAX_ANGLE, attention_factor, inverse_frequencies
 from tokenspeed.errors import EnvelopeError
 from tokenspeed.step import OUTPUTS
 
@@ -37,7 +37,7 @@ def build_llama(
     b.step_inputs(pages_per_seq=round_up(max_model_len, page_size) // page_size, vocab_size=config.vocab_size)
     b.state("last_tokens", "int32", ("num_slots",))
     b.state("token_counts", "int32", ("num_slots" if penalties else 1, config.vocab_size))
-    b.weight("rope_table", (max_model_len, config.head_dim), "float32", _rope_source(config))
+    _rope_table(b, config, max_model_len, orders.rope_table_device)
     embed = b.weight(EMBEDDING, (config.vocab_size, config.hidden_size))
     rounded = int(orders.layer_boundary_norm == "unfused" and dtype != "float32")
     h = b.op("embedding", "embedding", "token_ids", "last_tokens", embed)
@@ -98,10 +98,26 @@ def _linear(b: ProgramBuilder, path: str, name: str, x: str, features_in: int, f
     return b.op("linear", name, x, b.weight(f"{path}.weight", (features_out, features_in)))
 
 
-def _rope_source(config: ModelConfig) -> Source:
+def _rope_table(b: ProgramBuilder, config: ModelConfig, max_model_len: int, device: str) -> None:
+    """The value ``rope_table``: a weight that is made at build, or what the target makes of the frequencies."""
     frequencies = tuple(map(float, inverse_frequencies(config)))
     factor = attention_factor(config)
-    return Source("rope_table", (), Attrs({"inverse_frequencies": frequencies, "attention_factor": factor}))
+    shape = max_model_len, config.head_dim
+    if device == "cpu":
+        attrs = Attrs({"inverse_frequencies": frequencies, "attention_factor": factor})
+        b.weight("rope_table", shape, "float32", Source("rope_table", (), attrs))
+        return
+    if (largest := max(frequencies) * (max_model_len - 1)) >= MAX_ANGLE:
+        raise EnvelopeError(
+            f"rope_table_device = target needs angles below {MAX_ANGLE} radians, and position {max_model_len - 1} has"
+            f" one of {largest:.0f}",
+            hint="build with a smaller --max-model-len, or with --rope-table-device cpu",
+        )
+    source = Source("rope_frequencies", (), Attrs({"inverse_frequencies": frequencies}))
+    weight = b.weight("rope_frequencies", (len(frequencies),), "float32", source)
+    memory = b.state("rope_table.memory", "float32", shape)
+    attrs = Attrs({"attention_factor": factor})
+    b.append_prelude(Op("rope_table", "rope_table", (weight, memory), ("rope_table",), attrs))
 
 
 def _metadata(config: ModelConfig, dtype: str, max_model_len: int, page_size: int) -> dict[str, int | str]:
