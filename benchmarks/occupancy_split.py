@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
@@ -39,6 +40,12 @@ def split_by_occupancy(few: int) -> Iterator[None]:
         yield
 
 
+def envelope_fields(pairs: Sequence[str]) -> dict[str, Any]:
+    """``["dtype=bfloat16", "max_num_seqs=8"]`` as fields of the envelope."""
+    fields = dict(pair.split("=", 1) for pair in pairs)
+    return {name: int(value) if value.isdecimal() else value for name, value in fields.items()}
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint", type=Path)
@@ -47,10 +54,10 @@ def main() -> int:
     parser.add_argument("--dummy-weights", type=int, metavar="SEED")
     parser.add_argument("fields", nargs="*", metavar="NAME=VALUE")
     args = parser.parse_intermixed_args()
-    fields = dict(field.split("=", 1) for field in args.fields)
-    numbers = {name: int(value) if value.isdecimal() else value for name, value in fields.items()}
     with split_by_occupancy(args.few):
-        result = build(args.checkpoint, args.output, force=True, dummy_weights=args.dummy_weights, **numbers)
+        result = build(
+            args.checkpoint, args.output, force=True, dummy_weights=args.dummy_weights, **envelope_fields(args.fields)
+        )  # fmt: skip
     print(result.path)
     return 0
 

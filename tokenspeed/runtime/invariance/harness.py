@@ -136,7 +136,7 @@ def _begin(loaded: Loaded, plan: Plan) -> tuple[Result, list[Case]]:
         prompts = read_prompts(plan.prompt_file, encode)
         _check_prompts(prompts, model.vocab_size, room)
     else:
-        most = min(MOST_TOKENS, room)
+        most = min(max(MOST_TOKENS, envelope.split_positions + envelope.page_size), room)  # sums of attention restart
         prompts = make_prompts(
             plan.seed, plan.prompts, vocab_size=model.vocab_size, most_tokens=most, encode=encode
         )  # fmt: skip

@@ -25,12 +25,12 @@ Encode = Callable[[str], list[int]]
 
 
 def make_prompts(seed: int, number: int, *, vocab_size: int, most_tokens: int, encode: Encode) -> list[list[int]]:
-    """``number`` prompts of 1 to ``most_tokens`` tokens: token ids drawn from the whole vocabulary, and texts. The
-    first is one token, the second as long as can be; some begin with what an earlier one has."""
+    """``number`` prompts: token ids drawn from the whole vocabulary, and texts, of 1 to MOST_TOKENS tokens. The first
+    is one token, the second ``most_tokens``, which may be more; some begin with what an earlier one has."""
     prompts: list[list[int]] = []
     for i in range(number):
         rng = random.Random(f"prompt {seed} {i}")
-        length = 1 if i == 0 else most_tokens if i == 1 else _length(rng, most_tokens)
+        length = 1 if i == 0 else most_tokens if i == 1 else _length(rng, min(MOST_TOKENS, most_tokens))
         ids = _text(rng, length, encode) if i % 2 and i > 1 else rng.choices(range(vocab_size), k=length)
         if i > 1 and rng.random() < SHARED_SHARE:
             ids = _continued(rng, prompts, ids, most_tokens)
