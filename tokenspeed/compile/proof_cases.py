@@ -9,6 +9,7 @@ runs them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -155,7 +156,7 @@ def sample_case(vocab_size: int, shards: int = 1) -> Case:
     """
     most = 24
     generator = np.random.default_rng((SEED, 3, vocab_size))
-    stride = 16
+    stride = math.gcd(vocab_size, 16)
     logits = generator.standard_normal((1, vocab_size + stride * _SAMPLE_ROWS)).astype(np.float32) * 4
     logits[:, :: 7 * stride] -= 90  # exponentials that are subnormal, or vanish, beside those of their row
     one = logits.reshape(-1, stride)
