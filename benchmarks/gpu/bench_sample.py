@@ -2,6 +2,7 @@
 
     python benchmarks/gpu/bench_sample.py --json out.json
     python benchmarks/gpu/bench_sample.py --json out.json --sweep     # chunk sizes and warps of the sampler, too
+    python benchmarks/gpu/bench_sample.py --json out.json --logprob-shards 8
 
 Needs torch and Triton; imports no built part of TokenSpeed. A figure is the time of one call in a CUDA graph of many,
 with programmatic dependent launch between its launches, as in a step. Logits are warm in L2 where they fit, as after
@@ -118,10 +119,10 @@ def logits_of(kind: str, rows: int, vocab: int) -> torch.Tensor:
     return logits
 
 
-def sample_memory(kind: str, rows: int, vocab: int, asked: Mapping[str, Any]) -> dict[str, Any]:
+def sample_memory(kind: str, rows: int, vocab: int, asked: Mapping[str, Any], shards: int = 1) -> dict[str, Any]:
     """Operands and results of the op for rows that all ask for the same."""
     (spec,) = sample.specs()
-    words = spec.workspace_bytes({"V": vocab, "num_logit_rows": rows, "logprob_shards": 1}) // 4
+    words = spec.workspace_bytes(a_request(vocab, rows, shards).sizes) // 4
     memory: dict[str, Any] = {
         name: torch.full((rows,), default if name == "adjustment" else asked.get(name, default), dtype=dtype,
                          device="cuda")
@@ -147,15 +148,15 @@ def sample_memory(kind: str, rows: int, vocab: int, asked: Mapping[str, Any]) ->
     return memory
 
 
-def a_request(vocab: int, rows: int) -> Request:
+def a_request(vocab: int, rows: int, shards: int = 1) -> Request:
     """What selection asks of the sampler for a bucket of ``rows``."""
-    return Request("sample", HOPPER, "bfloat16", {"V": vocab, "num_logit_rows": rows, "logprob_shards": 1})
+    return Request("sample", HOPPER, "bfloat16", {"V": vocab, "num_logit_rows": rows, "logprob_shards": shards})
 
 
-def call_sample(memory: Mapping[str, Any]) -> Callable[[], None]:
+def call_sample(memory: Mapping[str, Any], shards: int = 1) -> Callable[[], None]:
     (spec,) = sample.specs()
     rows, vocab = memory["logits"].shape
-    stages = spec.stages(a_request(vocab, rows))
+    stages = spec.stages(a_request(vocab, rows, shards))
 
     def call() -> None:
         for stage in stages:
@@ -164,7 +165,7 @@ def call_sample(memory: Mapping[str, Any]) -> Callable[[], None]:
     return call
 
 
-def check_sample(memory: Mapping[str, Any], rows: int) -> tuple[int, float]:
+def check_sample(memory: Mapping[str, Any], rows: int, shards: int) -> tuple[int, float]:
     """(Rows of the first ``rows`` whose token differs from the reference's, largest error of a log-probability).
 
     Ranks must agree where the tokens do, and the likeliest tokens everywhere.
@@ -172,7 +173,7 @@ def check_sample(memory: Mapping[str, Any], rows: int) -> tuple[int, float]:
     names = ("seed", "draw_position", "state_slot", *DEFAULTS)
     operands = {name: memory[name][:rows].cpu().numpy() for name in names}
     logits, adjusted = (memory[name][:rows].cpu().numpy() for name in ("logits", "adjusted"))
-    made = sampler.sample_rows(logits, adjusted, operands, np.zeros(rows, np.int32))
+    made = sampler.sample_rows(logits, adjusted, operands, np.zeros(rows, np.int32), shards)
     expected = dict(zip(OUTPUTS, made, strict=False))
     got = {name: memory[name][:rows].cpu().numpy() for name in OUTPUTS}
     same = got["out_token"] == expected["out_token"]
@@ -183,7 +184,7 @@ def check_sample(memory: Mapping[str, Any], rows: int) -> tuple[int, float]:
     return int((~same).sum()), float(errors.max(initial=0))
 
 
-def bench_sample(sizes: tuple[int, ...], checked: int) -> list[dict[str, Any]]:
+def bench_sample(sizes: tuple[int, ...], checked: int, shards: int) -> list[dict[str, Any]]:
     """Times of the whole op; ``checked`` rows of each variant are compared with the reference."""
     results = []
     for vocab in (128256, 49152):
@@ -193,12 +194,12 @@ def bench_sample(sizes: tuple[int, ...], checked: int) -> list[dict[str, Any]]:
                     continue  # the same work as in flat rows
                 times, wrong, error = [], 0, 0.0
                 for rows in sizes:
-                    memory = sample_memory(kind, rows, vocab, asked)
-                    times.append(microseconds(call_sample(memory), 50 if rows < 64 else 10))
+                    memory = sample_memory(kind, rows, vocab, asked, shards)
+                    times.append(microseconds(call_sample(memory, shards), 50 if rows < 64 else 10))
                     if checked and rows == max(r for r in sizes if r <= 64):
-                        wrong, error = check_sample(memory, min(checked, rows))
+                        wrong, error = check_sample(memory, min(checked, rows), shards)
                     results.append({"V": vocab, "logits": kind, "asked": name, "rows": rows, "us": times[-1],
-                                    "wrong": wrong, "logprob_error": error})  # fmt: skip
+                                    "wrong": wrong, "logprob_error": error, "logprob_shards": shards})  # fmt: skip
                 columns = " ".join(f"{time:9.2f}" for time in times)
                 print(f"sample V={vocab:<6} {kind:<6} {name:<20} {columns} us; wrong {wrong}, error {error:.1e}",
                       flush=True)  # fmt: skip
@@ -259,15 +260,15 @@ def bench_adjust(checked: int) -> list[dict[str, Any]]:
     return results
 
 
-def bench_stages() -> list[dict[str, Any]]:
+def bench_stages(shards: int) -> list[dict[str, Any]]:
     """Times of the launches one by one, at one row and at 256."""
     (spec,) = sample.specs()
     results = []
     for name in ("greedy", "temperature", "top_p 0.9"):
         for rows in (1, 256):
-            memory = sample_memory("flat", rows, 128256, VARIANTS[name])
-            call_sample(memory)()
-            stages = spec.stages(a_request(128256, rows))
+            memory = sample_memory("flat", rows, 128256, VARIANTS[name], shards)
+            call_sample(memory, shards)()
+            stages = spec.stages(a_request(128256, rows, shards))
             times = {s.name: microseconds(lambda s=s, memory=memory: launch(s, memory), 50) for s in stages}
             results.append({"asked": name, "rows": rows, **times})
             columns = ", ".join(f"{stage} {time:.2f}" for stage, time in times.items())
@@ -299,12 +300,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True, help="where the figures go")
     parser.add_argument("--checked", type=int, default=16, help="rows of each variant compared with the reference")
     parser.add_argument("--sweep", action="store_true", help="also time other chunk sizes and warps")
+    parser.add_argument("--logprob-shards", type=int, default=1, help="parts in which log-probabilities are folded")
     options = parser.parse_args()
-    figures: dict[str, Any] = {"device": torch.cuda.get_device_name(), "norm": bench_norm(), "stages": bench_stages()}
+    shards = options.logprob_shards
+    figures: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "norm": bench_norm(),
+        "stages": bench_stages(shards),
+    }
     figures["adjust"] = bench_adjust(options.checked)
     sizes = (1, 64, 256)
     print("sample: columns are rows", *sizes)
-    figures["sample"] = bench_sample(sizes, options.checked)
+    figures["sample"] = bench_sample(sizes, options.checked, shards)
     if options.sweep:
         figures["sweep"] = sweep()
     options.json.write_text(json.dumps(figures, indent=1))
