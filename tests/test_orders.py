@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -80,11 +81,14 @@ def test_each_switch_alone_makes_other_graphs(artifacts: dict[str, Path]) -> Non
         verify_graphs(Artifact.open(path))
 
 
-def scores(artifact: Path) -> tuple[float, ...]:
-    """Log-probability of each token of a prompt but the first, as served."""
+TOKENS = tiny_tokens(120, seed=4)
+
+
+def scores(artifact: Path, tokens: Sequence[int] = TOKENS) -> tuple[float, ...]:
+    """Log-probability of each of ``tokens`` but the first, as served."""
     with load(artifact, options=OPTIONS) as engine:
         params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
-        (output,) = engine.generate(tiny_tokens(120, seed=4), params)
+        (output,) = engine.generate(list(tokens), params)
     return tuple(entry.logprob for entry in output.prompt_logprobs or () if entry is not None)
 
 
@@ -113,11 +117,11 @@ def test_reports_say_what_runs_before_the_first_step(
 
 @pytest.mark.parametrize("name", ORDERS)
 def test_the_engine_scores_as_the_interpreter_does(name: str, artifacts: dict[str, Path], checkpoint: Path) -> None:
-    have, tokens = scores(artifacts[name]), tiny_tokens(120, seed=4)
-    logits = run_prompt(program_of(artifacts[name]), open_checkpoint(checkpoint).read, tokens).astype(np.float64)
+    have = scores(artifacts[name])
+    logits = run_prompt(program_of(artifacts[name]), open_checkpoint(checkpoint).read, TOKENS).astype(np.float64)
     logits -= logits.max(axis=1, keepdims=True)
     want = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
-    distance = np.abs(have - want[np.arange(119), tokens[1:]])
+    distance = np.abs(have - want[np.arange(119), TOKENS[1:]])
     assert distance.max() < 0.1 and distance.mean() < 0.015
     if ORDERS[name].get("layer_boundary_norm"):
         assert have != scores(artifacts["usual"])
@@ -184,3 +188,24 @@ def test_a_damaged_prelude_is_noticed_at_load(artifacts: dict[str, Path], tmp_pa
     file.unlink()
     with pytest.raises(ArtifactError, match=r"prelude\.tslg is missing"):
         load_parts(copy, dataclasses.replace(OPTIONS, verify="structure"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_trainer_computes_in_the_orders_of_the_artifact(dtype: str, checkpoint: Path, tmp_path: Path) -> None:
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    from tokenspeed import trainer
+
+    build(checkpoint, tmp_path / "a", dtype=dtype, **SMALL, **ORDERS["both"])
+    model = transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
+    aligned = trainer.align(model, tmp_path / "a", threads=1)
+    tokens = tiny_tokens(90, seed=4)
+    have = aligned.logprobs(torch.tensor([tokens]))
+    assert have[0, 1:].tolist() == list(scores(tmp_path / "a", tokens))
+    have.sum().backward()
+    theirs = model.model.layers[0].self_attn.q_proj.weight.grad.clone()
+    model.zero_grad()
+    aligned.detach()
+    logits = model(torch.tensor([tokens])).logits[0, :-1].log_softmax(-1)
+    logits.gather(1, torch.tensor(tokens[1:])[:, None]).sum().backward()
+    ours = model.model.layers[0].self_attn.q_proj.weight.grad
+    assert (theirs - ours).norm() < (1e-4 if dtype == "float32" else 0.05) * ours.norm()

@@ -12,7 +12,7 @@ from test_interpret_graph import mixed_steps
 from tiny_llama import MAX_MODEL_LEN, PAGE_SIZE, tiny_config, tiny_tokens, tiny_weights
 
 from tokenspeed.compile.checkpoint import ModelConfig, RopeScaling
-from tokenspeed.compile.derive import rope_frequencies, rope_table_of
+from tokenspeed.compile.derive import rope_frequencies, rope_parameters, rope_table_of
 from tokenspeed.compile.interpret import Interpreter, run_prompt, step_inputs
 from tokenspeed.compile.models import build_program
 from tokenspeed.compile.ops import Attrs
@@ -57,6 +57,7 @@ def test_the_prelude_comes_through_passes_and_json() -> None:
     assert Program.from_json(fused.to_json()) == fused
     assert "  once rope_table: float32[96, 16] = rope_table(rope_frequencies, rope_table.memory" in str(made)
     usual = program("cpu")
+    assert rope_parameters(usual) == rope_parameters(made) == rope_parameters(fused)
     assert usual.prelude == () and "prelude" not in usual.to_json() and usual.values["rope_table"].role == "weight"
 
 
@@ -103,6 +104,8 @@ def test_lowering_gives_the_table_room_behind_the_state_and_a_graph_that_fills_i
     assert where == {("prelude",)}
     placed = low.values.values["rope_table"]
     assert (placed.region, placed.offset, placed.shape) == ("state", table.offset, (96, 16))
+    assert {weight.value for weight in low.values.weights} <= low.values.values.keys()
+    assert [op.name for op in low.values.ops] == [op.name for op in fused.ops]
 
 
 def test_the_graphs_agree_with_the_program(dtype: str = "bfloat16") -> None:

@@ -65,6 +65,16 @@ def deinterleave(columns: Array, features: int) -> tuple[Array, Array]:
     return gate, up
 
 
+def rope_parameters(program: Program) -> tuple[tuple[float, ...], float]:
+    """(inverse frequencies in radians per position, attention factor) of the Program's rope table, whoever makes it."""
+    made = next((op for op in program.prelude if op.kind == "rope_table"), None)
+    source = program.values["rope_table" if made is None else made.operand("inverse_frequencies")].source
+    assert source is not None, "a rope table is made, not read"
+    frequencies = source.attrs["inverse_frequencies"]
+    assert isinstance(frequencies, tuple), frequencies
+    return frequencies, (source.attrs if made is None else made.attrs).number("attention_factor")
+
+
 def rope_frequencies(source: Source) -> Array:
     """float32 [D/2]: the inverse frequencies, each rounded once."""
     return np.asarray(source.attrs["inverse_frequencies"], np.float64).astype(np.float32)

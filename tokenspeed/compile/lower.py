@@ -220,9 +220,9 @@ def lower_program(
 
 
 def step_values(layout: Layout, weights: WeightPlan) -> StepValues:
-    """The ops of the layout's Program and the places of their values, for the artifact."""
+    """The ops of the layout's Program, of a step alone, and the places of all values, for the artifact."""
     program, values = layout.program, {}
-    for name in dict.fromkeys(name for op in program.ops for name in (*op.inputs, *op.outputs)):
+    for name in dict.fromkeys(name for op in (*program.ops, *program.prelude) for name in (*op.inputs, *op.outputs)):
         value = program.values[name]
         region, offset = layout.places.get(name, ("", 0))
         values[name] = PlacedValue(name, value.role.value, value.dtype, value.shape, str(region), offset)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tokenspeed.compile.checkpoint import EMBEDDING, LM_HEAD
-from tokenspeed.compile.program import Op, Program
+from tokenspeed.compile.derive import rope_parameters
+from tokenspeed.compile.program import Program
 from tokenspeed.errors import UsageError
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -160,9 +161,8 @@ def _facts(config: Any, program: Program) -> Iterator[tuple[str, object, object]
 
 def _check_rotary(model: nn.Module, program: Program) -> None:
     """Compare the angles that the model rotates by with those of the rope table."""
-    source = program.values[_rope_op(program).operand("rope_table")].source
-    assert source is not None, "a rope table is made, not read"
-    need = torch.tensor(source.attrs["inverse_frequencies"], dtype=torch.float64)
+    frequencies, factor = rope_parameters(program)
+    need = torch.tensor(frequencies, dtype=torch.float64)
     found = {name: buffer for name, buffer in model.named_buffers() if name.rpartition(".")[2] == _ROTARY}
     if not found:
         raise UsageError(f"the model has no buffer {_ROTARY}: its rotary embedding is of an unknown kind")
@@ -174,13 +174,9 @@ def _check_rotary(model: nn.Module, program: Program) -> None:
                 hint="build the artifact from this model's checkpoint",
             )
         module = model.get_submodule(name.rpartition(".")[0])
-        scaling, factor = float(getattr(module, "attention_scaling", 1.0)), source.attrs.number("attention_factor")
+        scaling = float(getattr(module, "attention_scaling", 1.0))
         if not math.isclose(scaling, factor, rel_tol=_FREQUENCY_TOLERANCE):
             raise UsageError(f"the rotary embedding scales by {scaling} in the model and by {factor} in the artifact")
-
-
-def _rope_op(program: Program) -> Op:
-    return next(op for op in program.ops if op.kind in ("rope_kv_write", "rope"))
 
 
 def _some(frequencies: Tensor) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -39,6 +40,7 @@ class TrainerDevice(Protocol):
     weights: torch.Tensor
     arena: torch.Tensor
     io: torch.Tensor
+    state: torch.Tensor
 
     def load_graph(self, graph: LaunchGraph) -> int: ...
     def run(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int) -> None: ...
@@ -63,7 +65,7 @@ def open_device(artifact: Artifact, section: TargetSection, place: Place, sizes:
         ) from None
 
 
-class _Device:
+class _Device(ABC):
     """What both kinds share."""
 
     def __init__(self, section: TargetSection, device: Any):
@@ -80,6 +82,15 @@ class _Device:
         self._device.allocate("kv", sizes.kv)
         self._device.allocate("arena", sizes.arena)
         self._device.allocate("state", self._section.state_bytes)
+
+    @abstractmethod
+    def run(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int) -> None: ...
+
+    def _run_prelude(self, artifact: Artifact) -> None:
+        """Fill what the artifact's steps read and none computes."""
+        if self._section.prelude is not None:
+            graph = LaunchGraph.decode(artifact.read(self._section.prelude.graph))
+            self.run(self.load_graph(graph), 0, 0, 0)
 
     def close(self) -> None:
         self._device.close()
@@ -102,6 +113,8 @@ class CpuMemory(_Device):
         self.weights = torch.frombuffer(self._mapping, dtype=torch.uint8)
         self.arena = torch.frombuffer(self._device.view("arena"), dtype=torch.uint8)
         self.io = torch.frombuffer(self._device.view("io"), dtype=torch.uint8)
+        self.state = torch.frombuffer(self._device.view("state"), dtype=torch.uint8)
+        self._run_prelude(artifact)
 
     def run(self, graph: int, num_tokens: int, num_seqs: int, num_logit_rows: int) -> None:
         self._device.wait(self._device.submit(graph, num_tokens, num_seqs, num_logit_rows))
@@ -126,6 +139,8 @@ class GpuMemory(_Device):
         self.weights = self._region("weights", section.weights_bytes)
         self.arena = self._region("arena", sizes.arena)
         self.io = torch.frombuffer(self._device.view("io"), dtype=torch.uint8)[: section.io_bytes]
+        self.state = self._region("state", section.state_bytes)
+        self._run_prelude(artifact)
 
     def _region(self, name: str, nbytes: int) -> torch.Tensor:
         return torch.as_tensor(_CudaBytes(int(self._device.address(name)), nbytes), device=self._torch_device)

@@ -109,6 +109,10 @@ class Replayer:
 
     def rope_table(self) -> Tensor:
         """float32 [positions, d]."""
+        assert self.plan.rope_table is not None, "attention without positions"
+        placed = self.plan.values.values[self.plan.rope_table]
+        if placed.region == str(Region.STATE):  # the target made it itself
+            return view(self.device.state, placed.offset, placed.dtype, [int(n) for n in placed.shape])
         (tensor,) = (w.tensor for w in self.plan.values.weights if w.value == self.plan.rope_table)
         return view(self.device.weights, tensor.offset, tensor.dtype, tensor.shape)
 
