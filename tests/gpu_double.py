@@ -73,6 +73,16 @@ class GpuDouble:
     def load_weights(self, path: str, file_offset: int, nbytes: int) -> None:
         self._cpu.load_weights(path, file_offset, nbytes)
 
+    def update_weights(self, path: str, file_offset: int, nbytes: int) -> None:
+        self._wait_for_steps()
+        self._cpu.update_weights(path, file_offset, nbytes)
+
+    def _wait_for_steps(self) -> None:
+        with self._done:
+            self._require_working()
+            self._done.wait_for(lambda: self._lost or len(self._results) == self._tickets)
+            self._require_working()
+
     def allocate(self, region: str, nbytes: int) -> None:
         assert region not in ("io", "host_io"), "these have a call of their own"
         self._cpu.allocate(region, nbytes)

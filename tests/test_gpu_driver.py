@@ -11,11 +11,11 @@ import pytest
 from driver_double import DriverDouble, build_double
 from tiny_artifact import tiny, write_checkpoint
 
-from tokenspeed import SamplingParams
+from tokenspeed import SamplingParams, _native
 from tokenspeed.artifact import Artifact
 from tokenspeed.compile import ceilings
 from tokenspeed.compile.build import build
-from tokenspeed.errors import ArtifactError, EngineClosedError, ResourceError, TokenSpeedError
+from tokenspeed.errors import ArtifactError, EngineClosedError, ResourceError, TokenSpeedError, WeightsError
 from tokenspeed.graph import LaunchGraph
 from tokenspeed.runtime import bench
 from tokenspeed.runtime.bench import Case
@@ -116,6 +116,39 @@ def test_it_is_measured(artifact: Path, driver: DriverDouble) -> None:
     assert decode.graph_seconds == pytest.approx(1e-3)
     assert decode.idle_seconds == pytest.approx(0, abs=1e-9)
     assert decode.share_of_read_bandwidth is not None and decode.share_of_matmul is not None
+
+
+def test_weights_are_updated_in_place(artifact: Path, driver: DriverDouble, tmp_path: Path) -> None:
+    opened = Artifact.open(artifact)
+    section = opened.manifest.targets[0]
+    own = (artifact / section.weights).read_bytes()
+    begin = len(own) - section.weights_bytes
+    new = tmp_path / "new.safetensors"
+    new.write_bytes(own[:begin] + own[begin:][::-1])
+    with load(artifact, options=OPTIONS) as engine:
+        device = engine._executor.device
+        assert device.read("weights", 0, section.weights_bytes) == own[begin:]
+        address = device.address("weights")
+        engine.generate([[1, 2, 3, 4]], GREEDY)
+        assert engine.update_weights(new, version="new")["bytes"] == section.weights_bytes
+        assert device.read("weights", 0, section.weights_bytes) == own[begin:][::-1]
+        assert device.address("weights") == address
+        (output,) = engine.generate([[1, 2, 3, 4]], GREEDY)
+        assert output.cached_tokens == 0 and output.weights_versions == ("new",)
+        driver.fail("copy_to_device", 1, 1)
+        with pytest.raises(WeightsError, match="what region weights holds is unknown"):
+            engine.update_weights(new)
+        assert engine.info.weights_version == "unknown" and engine.alive
+        (output,) = engine.generate([[1, 2, 3, 4]], GREEDY)
+        assert output.error is not None and "what region weights holds is unknown" in output.error
+        engine.update_weights(artifact / section.weights, version="back")
+        assert device.read("weights", 0, section.weights_bytes) == own[begin:]
+        done = {name: count for name, count in engine.stats().after_ready.items() if name != "compilations"}
+        assert done == dict.fromkeys(done, 0)
+        with pytest.raises(_native.DeviceError, match=r"region arena has \d+ bytes, but 1 at offset"):
+            device.read("arena", section.arena_bytes, 1)
+        device.write("arena", 16, memoryview(b"hello"))
+        assert device.read("arena", 16, 5) == b"hello"
 
 
 def test_a_device_that_is_lost_in_service(artifact: Path, driver: DriverDouble) -> None:

@@ -6,11 +6,12 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from gpu_double import gpu_artifact, plug_in
 from tiny_artifact import write_checkpoint
 
 import tokenspeed
@@ -27,6 +28,7 @@ OPTIONS = LoadOptions(threads=2, kv_gib=0.02)
 PROMPT = list(range(1, 40))
 GREEDY = SamplingParams(max_tokens=12, temperature=0.0, logprobs=2)
 LONG = SamplingParams(max_tokens=3000, temperature=0.0)
+FOREVER = SamplingParams(max_tokens=60000, temperature=0.0)
 DRAWN = SamplingParams(max_tokens=12, temperature=1.0, seed=7, logprobs=0)
 
 
@@ -182,6 +184,56 @@ def test_pages_on_the_host_go_too(tiny_checkpoint: Path, tmp_path: Path) -> None
         assert engine.generate([first], one)[0].cached_tokens == 0
 
 
+def test_two_steps_in_flight(
+    tiny_artifact: Path, other_artifact: Path, new_weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tokenspeed.load(other_artifact, options=OPTIONS) as other:
+        expected = answers(other)
+    plug_in(monkeypatch)
+    artifact = gpu_artifact(tiny_artifact, tmp_path / "gpu", keep_cpu=False)
+    for when in ("drain", "preempt", "abort"):
+        with tokenspeed.load(artifact, options=LoadOptions(kv_gib=0.02)) as engine:
+            request = Recorder(engine, PROMPT, LONG if when == "drain" else FOREVER)
+            request.wait_for_tokens(9)
+            engine.update_weights(new_weights, version="new", when=when)
+            assert answers(engine) == expected and engine._executor.device.most_in_flight == 2
+            engine.abort(request.id)
+            assert request.reason is (FinishReason.LENGTH if when == "drain" else FinishReason.ABORT)
+            assert request.versions[1:] == (["new"] if when == "preempt" else [])
+
+
+def test_routers_forget_what_was_cached(tiny_artifact: Path, new_weights: Path) -> None:
+    class Publisher:
+        dropped = 0
+
+        def __init__(self) -> None:
+            self.events: list[tuple[Any, ...]] = []
+
+        def begin(self, page_size: int) -> None:
+            self.page_size = page_size
+
+        def put(self, events: Sequence[tuple[Any, ...]]) -> None:
+            self.events += events
+
+        def take(self) -> list[tuple[Any, ...]]:
+            events, self.events = self.events, []
+            return events
+
+    router: Any = Publisher()
+    with tokenspeed.load(tiny_artifact, options=OPTIONS, kv_events=router) as engine:
+        prompt = [1 + i % 200 for i in range(2 * engine.info.page_size + 3)]
+        engine.generate([prompt], GREEDY)
+        wait_until(lambda: len(router.events) >= 2)
+        before = router.take()
+        engine.update_weights(new_weights)
+        assert router.take() == [("cleared",)]
+        engine.generate([prompt], GREEDY)
+        wait_until(lambda: len(router.events) >= 2)
+        after = router.take()
+    assert [e[0] for e in before] == [e[0] for e in after] == ["stored"] * 2
+    assert [e[4] for e in before] == [e[4] for e in after] and {e[1] for e in before}.isdisjoint(e[1] for e in after)
+
+
 def test_drained_requests_end_under_the_weights_they_began_with(engine: Engine, new_weights: Path) -> None:
     expected = engine.generate([PROMPT], SamplingParams(max_tokens=3000, temperature=0.0))[0].token_ids
     running = Recorder(engine, PROMPT, LONG)
@@ -236,7 +288,7 @@ def test_aborted_requests_end(engine: Engine, new_weights: Path) -> None:
 
 
 def test_requests_behind_an_update_may_be_aborted_and_time_out(engine: Engine, new_weights: Path) -> None:
-    running = Recorder(engine, PROMPT, SamplingParams(max_tokens=60000, temperature=0.0))
+    running = Recorder(engine, PROMPT, FOREVER)
     running.wait_for_tokens(3)
     update = Background(engine, new_weights, version="new")
     held, late, stays = (Recorder(engine, PROMPT, GREEDY, timeout=t) for t in (None, 0.01, 60))
@@ -262,7 +314,7 @@ def test_updates_follow_each_other(engine: Engine, tiny_artifact: Path, new_weig
 
 def test_what_waits_ends_with_the_engine(tiny_artifact: Path, new_weights: Path) -> None:
     engine = tokenspeed.load(tiny_artifact, options=OPTIONS)
-    running = Recorder(engine, PROMPT, SamplingParams(max_tokens=60000, temperature=0.0))
+    running = Recorder(engine, PROMPT, FOREVER)
     running.wait_for_tokens(3)
     update = Background(engine, new_weights)
     held = Recorder(engine, PROMPT, GREEDY)
