@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from tiny_artifact import cli, tiny, write_checkpoint
 
+from tokenspeed.artifact import Artifact
 from tokenspeed.cli import main
 from tokenspeed.compile.build import build
+from tokenspeed.runtime.invariance.attestation import path_of
 from tokenspeed.runtime.invariance.plan import LEGS
 from tokenspeed.runtime.invariance.prompts import make_prompts, read_prompts
 
@@ -62,10 +64,15 @@ def test_an_honest_artifact_passes_every_leg(honest: Path) -> None:
 
 
 def test_split_by_occupancy_is_found_and_named(faulty: Path) -> None:
+    [section] = Artifact.open(faulty).manifest.targets
+    earlier = path_of(faulty, section.target)
+    earlier.parent.mkdir()
+    earlier.write_text("{}")
     done = cli("invariance", faulty, *SMALL, "--json")
     assert done.returncode == 12, done.stdout + done.stderr
     result = json.loads(done.stdout)
     assert not result["passed"] and result["attestation"] is None
+    assert result["revoked"] == str(earlier) and not earlier.exists()
     culprit = result["culprit"]
     assert (culprit["kind"], culprit["op"], culprit["value"]) == ("paged_attention", *["layers.0.attention"] * 2)
     # Up to one split there is nothing to merge: the fault shows at the first position behind it.

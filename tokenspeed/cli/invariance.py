@@ -20,7 +20,6 @@ from tokenspeed.cli.options import (
 from tokenspeed.errors import DivergenceError, UsageError
 
 if TYPE_CHECKING:
-    from tokenspeed.runtime.invariance.attestation import Attestation
     from tokenspeed.runtime.invariance.harness import Result
     from tokenspeed.runtime.invariance.plan import Plan
 
@@ -76,11 +75,15 @@ def run(args: argparse.Namespace) -> int:
     bar.end()
     attested = attestation.attest(result) if result.passed else None
     path = None if attested is None else attestation.write(attested, result.artifact.path)
+    revoked = None if result.passed else attestation.revoke(result.artifact.path, result.section.target)
     lacks = attestation.lacks(result)
     if args.json:
-        print_json({**result.to_json(), "attestation": path and str(path), "not_attested": list(lacks)})
+        print_json({**result.to_json(), "attestation": path and str(path), "not_attested": list(lacks),
+                    "revoked": revoked and str(revoked)})  # fmt: skip
     else:
-        _print(result, attested, path, lacks)
+        _print(result, path, lacks)
+        if revoked is not None:
+            print(f"the attestation {revoked} was removed")
     return 0 if result.passed else DivergenceError.exit_code
 
 
@@ -139,7 +142,7 @@ class _Bar:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
-def _print(result: Result, attested: Attestation | None, path: Path | None, lacks: tuple[str, ...]) -> None:
+def _print(result: Result, path: Path | None, lacks: tuple[str, ...]) -> None:
     envelope = result.artifact.manifest.envelope
     print(f"{envelope.model} ({envelope.numerics}), {result.section.target} on {result.device}: {result.num_prompts}"
           f" prompts, {result.plan.tokens} tokens, greedy and temperature 1, seed {result.plan.seed}\n")  # fmt: skip
@@ -161,9 +164,9 @@ def _print(result: Result, attested: Attestation | None, path: Path | None, lack
         print(f"of {len(result.section.buckets)} buckets no leg ran {', '.join(result.buckets_not_run)}")
     if result.divergence is not None:
         print(_divergence(result))
-    elif attested is not None:
+    elif path is not None:
         print(f"equal to the last bit; attested in {path}")
-    elif result.passed:
+    else:
         print(f"equal to the last bit; not attested, as {'; '.join(lacks)}")
 
 

@@ -167,12 +167,30 @@ def write(attestation: Attestation, artifact: Path) -> Path:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(attestation.data, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        with temporary.open("w", encoding="utf-8") as out:
+            out.write(json.dumps(attestation.data, indent=1, ensure_ascii=False) + "\n")
+            out.flush()
+            os.fsync(out.fileno())
         temporary.replace(path)
     except OSError as e:
         raise ResourceError(
             f"the harness passed, but its attestation cannot be written to {path}: {e.strerror}",
             hint="make the folder beside the artifact writable",
+        ) from None
+    return path
+
+
+def revoke(artifact: Path, target: str) -> Path | None:
+    """Remove the attestation of an artifact whose bits differ after all; returns its path if there was one. Raises
+    ResourceError."""
+    path = path_of(artifact, target)
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return None
+    except OSError as e:
+        raise ResourceError(
+            f"bits differ, but the attestation {path} cannot be removed: {e.strerror}", hint="remove it yourself"
         ) from None
     return path
 

@@ -21,7 +21,7 @@ from tokenspeed.runtime.invariance.worker import Command, run_process
 from tokenspeed.runtime.loader import Loaded, LoadOptions, load
 
 Report = Callable[[str, int, int], None]
-"""Is told of progress: name of the leg, positions done, positions in all."""
+"""Is told of progress: name of the leg, tokens drawn, tokens in all."""
 
 
 @dataclass
@@ -166,7 +166,7 @@ class _Examiner:
         self._recordings: list[Run] = []
 
     def run(self, leg: str, work: Callable[[Callable[[int], None]], LegRuns]) -> None:
-        total = sum(len(case.ids) - 1 + case.tokens for case in self._cases)
+        total = sum(case.tokens for case in self._cases)
         counted = 0
 
         def done(more: int) -> None:

@@ -23,7 +23,7 @@ ARRIVAL_SHARE = 0.8
 SILENCE_SECONDS = 600.0
 """An engine that says nothing for so long hangs."""
 Done = Callable[[int], None]
-"""Is called with how many more positions there are."""
+"""Is called with how many more tokens were drawn."""
 
 
 @dataclass
@@ -160,7 +160,7 @@ def run_together(
             if item.case not in outcomes:
                 outcomes[item.case] = Outcome(prompt=None if item.params.prompt_logprobs is None else [])
             outcomes[item.case].feed(event)
-            done(len(event.logprobs) + len(event.prompt_logprobs or ()))
+            done(len(event.token_ids))
     run.outcomes |= outcomes
 
 
