@@ -267,6 +267,7 @@ class Engine:
         chosen, file = parse_when(when), check_file(self.loaded.artifact, self.loaded.section, path)
         with self._wake:
             if self._closing:
+                file.close()
                 raise EngineClosedError("the engine is shutting down and takes no new weights")
             self.weight_counters.started += 1
             made_up = f"{self.info.artifact_digest[:12]}+{self.weight_counters.started}"
@@ -488,13 +489,13 @@ class Engine:
         error: Exception | None = None
         began, waited = time.perf_counter(), time.monotonic() - update.asked
         try:
-            self._executor.device.update_weights(str(update.file.path), update.file.offset, update.file.nbytes)
+            self._executor.device.update_weights(update.file.open_path, update.file.offset, update.file.nbytes)
         except DeviceError as e:
             if is_lost(e):
                 self._update = None
                 update.finish(EngineFailedError(str(e)))
                 raise
-            error = WeightsError(f"the weights could not be replaced: {e}", param="path")
+            error = WeightsError(f"the weights {update.file.path} could not be taken: {e}", param="path")
             if isinstance(e, _native.WeightsUnknownError):
                 self._note_weights(UNKNOWN_VERSION)
         else:

@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from tokenspeed.artifact import Artifact, TargetSection
 from tokenspeed.errors import ArtifactError, UsageError, WeightsError
@@ -39,11 +39,21 @@ class When(StrEnum):
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """A file that fits: its data, ``nbytes`` from ``offset`` on, is region weights."""
+    """A file that fits: its data, ``nbytes`` from ``offset`` on, is region weights. It is kept open, so that a file
+    which takes its name meanwhile is not read in its place."""
 
     path: Path
     offset: int
     nbytes: int
+    _file: BinaryIO = field(repr=False)
+
+    @property
+    def open_path(self) -> str:
+        """A path to the open file, whatever has its name now."""
+        return f"/proc/self/fd/{self._file.fileno()}"
+
+    def close(self) -> None:
+        self._file.close()
 
 
 @dataclass(eq=False)
@@ -59,6 +69,7 @@ class WeightUpdate:
     _error: BaseException | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
+        self.file.close()
         self._error = error
         self._done.set()
 
@@ -113,7 +124,22 @@ def check_file(artifact: Artifact, section: TargetSection, path: str | os.PathLi
     """
     path = Path(path)
     try:
-        index = read_index(path)
+        file = open(path, "rb")  # noqa: SIM115 (the update's to close)
+    except OSError as e:
+        raise WeightsError(f"cannot read the weights {path}: {e.strerror}", param="path") from None
+    found = WeightsFile(path, 0, section.weights_bytes, file)
+    try:
+        return replace(found, offset=_check_index(artifact, section, found))
+    except BaseException:
+        found.close()
+        raise
+
+
+def _check_index(artifact: Artifact, section: TargetSection, file: WeightsFile) -> int:
+    """Where the data of a file that fits begins. Raises what ``check_file`` does."""
+    path = file.path
+    try:
+        index = read_index(file.open_path)
     except OSError as e:
         raise WeightsError(f"cannot read the weights {path}: {e.strerror}", param="path") from None
     except ValueError as e:
@@ -128,7 +154,7 @@ def check_file(artifact: Artifact, section: TargetSection, path: str | os.PathLi
             param="path",
             hint=_HINT,
         )
-    return WeightsFile(path, index.data_offset, section.weights_bytes)
+    return index.data_offset
 
 
 _HINT = "pack them for this artifact: see docs/weights.md"
