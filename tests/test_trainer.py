@@ -37,14 +37,21 @@ CLOSE = 5e-6
 def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("checkpoints")
     untied = {"tie_word_embeddings": False, "intermediate_size": 80, "num_kv_heads": 1}
-    return {"tied": write(folder / "tied"), "untied": write(folder / "untied", **untied)}
+    tied = write(folder / "tied")
+    return {"tied": tied, "untied": write(folder / "untied", **untied), "other orders": tied}
 
 
 @pytest.fixture(scope="module")
 def artifacts(checkpoints: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], Path]:
     folder = tmp_path_factory.mktemp("artifacts")
-    pairs = [("tied", "float32"), ("tied", "bfloat16"), ("untied", "float32")]
-    return {(name, dtype): artifact_of(checkpoints[name], folder / f"{name}-{dtype}", dtype) for name, dtype in pairs}
+    built = {
+        pair: artifact_of(checkpoints[pair[0]], folder / "-".join(pair), pair[1])
+        for pair in [("tied", "float32"), ("tied", "bfloat16"), ("untied", "float32")]
+    }
+    orders = {"layer_boundary_norm": "unfused", "rope_table_device": "target", "logprob_order": "megatron",
+              "logprob_shards": 283, "page_size": 32, "split_positions": 32}  # fmt: skip
+    built["other orders", "bfloat16"] = artifact_of(checkpoints["tied"], folder / "orders", "bfloat16", **orders)
+    return built
 
 
 @pytest.fixture
@@ -58,7 +65,9 @@ def pack(sequences: list[Tensor]) -> dict[str, Any]:
     return {"input_ids": torch.cat(sequences), "cu_seqlens": bounds(sequences)}
 
 
-@pytest.mark.parametrize(("name", "dtype"), [("tied", "float32"), ("tied", "bfloat16"), ("untied", "float32")])
+@pytest.mark.parametrize(("name", "dtype"), [
+    ("tied", "float32"), ("tied", "bfloat16"), ("untied", "float32"), ("other orders", "bfloat16"),
+])  # fmt: skip
 def test_logprobs_are_the_engines_to_the_bit(
     checkpoints: dict[str, Path], artifacts: dict[tuple[str, str], Path], name: str, dtype: str
 ) -> None:
@@ -121,6 +130,7 @@ def reference(model: Any, sequences: list[Tensor], weights: Tensor) -> dict[str,
 
 @pytest.mark.parametrize(("name", "dtype", "close"), [
     ("tied", "float32", CLOSE), ("untied", "float32", CLOSE), ("tied", "bfloat16", 0.03),
+    ("other orders", "bfloat16", 0.03),
 ])  # fmt: skip
 def test_gradients_are_those_of_autograd_in_float64(
     checkpoints: dict[str, Path], artifacts: dict[tuple[str, str], Path], name: str, dtype: str, close: float

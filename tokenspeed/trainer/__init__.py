@@ -4,5 +4,6 @@ engine's bit for bit (docs/trainer.md). Needs the extra ``trainer``."""
 from __future__ import annotations
 
 from tokenspeed.trainer.aligned import Aligned, CausalOutput, align
+from tokenspeed.trainer.new_model import new_model
 
-__all__ = ["Aligned", "CausalOutput", "align"]
+__all__ = ["Aligned", "CausalOutput", "align", "new_model"]

@@ -24,10 +24,11 @@ from tokenspeed.trainer import inputs
 from tokenspeed.trainer.compatible import check_model, check_training, device_of
 from tokenspeed.trainer.function import Replay, Runner, Scored
 from tokenspeed.trainer.inputs import Asked
-from tokenspeed.trainer.packing import Parameters, pack, unpack
+from tokenspeed.trainer.new_model import load_weights
+from tokenspeed.trainer.packing import Parameters, pack
 from tokenspeed.trainer.replay import Replayer, plan_replay
 from tokenspeed.trainer.steps import cut
-from tokenspeed.trainer.weights_file import read_weights_region, write_weights_file
+from tokenspeed.trainer.weights_file import write_weights_file
 
 _log = logging.getLogger("tokenspeed.trainer")
 
@@ -220,8 +221,7 @@ class Aligned:
 
     def load_weights(self) -> None:
         """Give the model the artifact's weights, rounded to the parameters' dtypes: those that a fresh engine has."""
-        region = read_weights_region(self.artifact, self._replayer.plan.section)
-        unpack(self._parameters, self._replayer.plan.values.weights, region)
+        load_weights(self.artifact, self._parameters.program, self._parameters.tensors)
 
     def save_weights(self, path: str | os.PathLike[str]) -> Path:
         """Write the model's weights as the file that an engine of the artifact updates its own from
