@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from harness import run
 from test_gpu_graph import CONFIG, NUM_PAGES, GpuDevice, agree, lowered
 from test_interpret_graph import mixed_steps
+from tiny_artifact import tiny, write_checkpoint
 from tiny_llama import MAX_MODEL_LEN, PAGE_SIZE, tiny_config, tiny_weights
 
+from tokenspeed.artifact import Artifact
+from tokenspeed.compile.build import build
 from tokenspeed.compile.codegen import compile_kernels
 from tokenspeed.compile.derive import rope_table_of
 from tokenspeed.compile.interpret import Interpreter, step_inputs
@@ -19,6 +24,7 @@ from tokenspeed.graph import Region
 from tokenspeed.kernels.registry import Request, Stage
 from tokenspeed.kernels.triton.rope_table import rope_table, specs
 from tokenspeed.target import GPU_TARGETS, Target
+from tokenspeed.verify_artifact import verify_graphs
 
 ULP = 2.0**-23
 """Of cosines and sines near 1: NumPy's float32 functions, which stand in for a GPU's, are right to two of it."""
@@ -71,3 +77,26 @@ def test_steps_read_what_the_prelude_made(dtype: str) -> None:
         inputs = step_inputs(program, chunks)
         agree(device.run(inputs), interpreter.run(inputs), 2e-5 if dtype == "float32" else 3e-2, exact=False)
     np.testing.assert_array_equal(device.memory.read(Region.STATE, table, MAX_MODEL_LEN), have)
+
+
+def test_artifacts_for_gpus_hold_the_orders(tmp_path: Path) -> None:
+    """Built with no GPU: other graphs, the kernels that the orders add, and nothing else."""
+    checkpoint = write_checkpoint(tmp_path / "m", tiny(num_layers=1, **CONFIG))
+    limits = {"max_model_len": 64, "page_size": 32, "max_num_seqs": 1, "max_prefill_tokens": 8, "max_logit_rows": 8}
+    kernels, graphs = {}, {}
+    for name, orders in {
+        "usual": {},
+        "unfused": {"layer_boundary_norm": "unfused"},
+        "target": {"rope_table_device": "target"},
+    }.items():
+        build(checkpoint, tmp_path / name, targets="cuda:sm_90a", dtype="bfloat16", workers=2, **limits, **orders)
+        artifact = Artifact.open(tmp_path / name)
+        verify_graphs(artifact)
+        (section,) = artifact.manifest.targets
+        kernels[name] = {binary.name for binary in section.binaries}
+        graphs[name] = {entry.graph: artifact.manifest.files[entry.graph].sha256 for entry in section.buckets}
+    functions = {name: {kernel.rpartition("-")[0] for kernel in of - kernels["usual"]} for name, of in kernels.items()}
+    assert functions == {"usual": set(), "unfused": {"linear_add_rounded"}, "target": {"rope_table"}}
+    assert not any(name.startswith("linear_add-") for name in kernels["unfused"])
+    for name in ("unfused", "target"):
+        assert all(digest != graphs["usual"][graph] for graph, digest in graphs[name].items())
