@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from tokenspeed.artifact import MANIFEST, Artifact, TargetSection
 from tokenspeed.bucket import StepLimits, prove_coverage
 from tokenspeed.device_code import DeviceCode, read_device_code
+from tokenspeed.equivalence import read_equivalence
 from tokenspeed.errors import ArtifactError, ProgramError
 from tokenspeed.gpu_verify import verify_gpu_graph
 from tokenspeed.graph import LaunchGraph, Region
@@ -19,13 +20,15 @@ def verify_graphs(artifact: Artifact) -> tuple[int, int]:
     """Decode and verify every graph of ``artifact``; returns how many graphs and nodes there were.
 
     Graphs of GPUs are also held against their binaries: symbols, parameters, limits of the target. Every step of the
-    envelope must have a bucket, and the weights must lie in their file.
+    envelope must have a bucket, the weights must lie in their file, and what numerics = rl-bitwise promises must have
+    its proofs.
     Raises ArtifactError naming the file, the node and the argument at fault.
     """
     graphs = nodes = 0
     built = [section.target for section in artifact.manifest.targets]
     if sorted(built) != sorted(artifact.manifest.envelope.settings["targets"].value):
         raise _malformed(artifact, f"the envelope names other targets than its sections: {', '.join(built) or 'none'}")
+    read_equivalence(artifact)
     for section in artifact.manifest.targets:
         sizes, target = region_sizes(section), Target.parse(section.target)
         _check_weights(artifact, section)

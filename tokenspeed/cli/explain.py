@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Mapping
 from typing import Any
 
 from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_json, print_json
@@ -48,7 +49,8 @@ def add_parser(subparsers: Subparsers) -> None:
         description="Print the selection report that the build stored: for each op and target the kernel chosen, and\n"
         "every candidate that lost or was rejected, with the reason. Of a GPU target also what is launched: the\n"
         "function with its constants (tile shape, sizes), warps and pipeline stages; where they were measured, see\n"
-        "`tokenspeed tune show`. What holds in some buckets only names them.",
+        "`tokenspeed tune show`. What holds in some buckets only names them. Of an rl-bitwise artifact also the\n"
+        "classes of kernels that were proven to give equal bits.",
         examples="  tokenspeed explain artifacts/smollm2\n"
         "  tokenspeed explain artifacts/smollm2 --op linear --target cpu:x86-64-v3\n"
         "  tokenspeed explain artifacts/smollm2 --json",
@@ -62,6 +64,7 @@ def add_parser(subparsers: Subparsers) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tokenspeed.artifact import Artifact
+    from tokenspeed.equivalence import read_equivalence
 
     artifact = Artifact.open(args.artifact)
     report = artifact.read_json("selection.json", _REPORT)["targets"]
@@ -75,8 +78,12 @@ def run(args: argparse.Namespace) -> int:
         ops = sorted({d["op"] for target in report for d in target["decisions"]})
         targets = ", ".join(target["target"] for target in report)
         raise UsageError("nothing matches", hint=f"the targets are {targets}; the ops are {', '.join(ops)}")
+    proofs = {
+        target: [proven for proven in classes if args.op in (None, proven["op"])]
+        for target, classes in read_equivalence(artifact).items()
+    }
     if args.json:
-        print_json({"targets": found})
+        print_json({"targets": [{**t, "equivalence": proofs.get(t["target"], [])} for t in found]})
         return 0
     for number, target in enumerate(found):
         required = ", ".join(target["required_features"]) or "none"
@@ -85,6 +92,8 @@ def run(args: argparse.Namespace) -> int:
         buckets = {bucket for decision in target["decisions"] for bucket in decision["buckets"]} - {_PRELUDE}
         for decision in target["decisions"]:
             _print(decision, everywhere=bool(buckets) and buckets <= set(decision["buckets"]))
+        for proven in proofs.get(target["target"], []):
+            _print_class(proven)
     return 0
 
 
@@ -99,6 +108,23 @@ def _print(decision: dict[str, Any], *, everywhere: bool) -> None:
             _print_launches(decision)
         else:
             print(f"  rejected  {candidate['kernel']}: {'; '.join(candidate['reasons'])}")
+
+
+def _print_class(proven: Mapping[str, Any]) -> None:
+    """A bitwise equivalence class: its members, those in use, those that are not in it."""
+    print(f"\nbitwise class of {proven['op']} {proven['dtype']} ({'; '.join(proven['shapes'])})")
+    where = f"by {proven['proven_by']} on {proven['device']}, {proven['date']}"
+    print(f"  proven    {where}: {proven['rows']} rows of each")
+    for member in proven["members"]:
+        print(f"  {'used' if member in proven['used'] else 'equal':<10}{_member(member)}")
+    for member in proven["instead_of"]:
+        print(f"  replaced  {_member(member)}: it is not in the class")
+    for entry in proven["outside"]:
+        print(f"  outside   {_member(entry['member'])}: {entry['reason']}")
+
+
+def _member(member: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in member.items())
 
 
 def _sizes(decision: dict[str, Any]) -> str:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from tokenspeed.cli.options import Subparsers, add_artifact, add_command, add_json, print_json
+from tokenspeed.equivalence import read_equivalence
 from tokenspeed.errors import ArtifactError, ProgramError, UsageError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _print(artifact: Artifact, *, full: bool) -> None:
-    manifest, model = artifact.manifest, artifact.manifest.model
+    manifest, model, proofs = artifact.manifest, artifact.manifest.model, read_equivalence(artifact)
     print(f"{artifact.path}\n  sha256:{artifact.digest}\n  format {manifest.format_version}, built by tokenspeed"
           f" {manifest.tokenspeed_version}")  # fmt: skip
     print(f"\nmodel {model.name}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters,"
@@ -83,6 +84,8 @@ def _print(artifact: Artifact, *, full: bool) -> None:
     print("\n".join("  " + line for line in manifest.envelope.describe().splitlines()))
     for section in manifest.targets:
         print(f"\ntarget {section.target}: kernels {section.kernel_library} ABI {section.kernel_abi}")
+        if section.target in proofs:
+            _print_proofs(proofs[section.target])
         (_print_buckets if full else _print_summary)(manifest, section)
     if full:
         print("\nfiles")
@@ -91,6 +94,11 @@ def _print(artifact: Artifact, *, full: bool) -> None:
     else:
         print(f"\n{len(manifest.files)} files of {_megabytes(sum(f.bytes for f in manifest.files.values()))};"
               " every bucket and file: --full")  # fmt: skip
+
+
+def _print_proofs(classes: Sequence[Mapping[str, Any]]) -> None:
+    by = sorted({f"by {c['proven_by']} on {c['device']}, {c['date']}" for c in classes})
+    print(f"  proofs    {len(classes)} bitwise classes, proven {'; '.join(by)} (`tokenspeed explain`)")
 
 
 def _print_buckets(_: Manifest, section: TargetSection) -> None:

@@ -31,6 +31,7 @@ from tokenspeed.compile.capture import Captures
 from tokenspeed.compile.checkpoint import Checkpoint, open_checkpoint, tensor_shapes
 from tokenspeed.compile.code_cache import default_cache
 from tokenspeed.compile.dummy_weights import DummyCheckpoint
+from tokenspeed.compile.equivalence import prove_selection
 from tokenspeed.compile.lower import Binary, LoweredTarget, TargetPlan, lower_target, plan_target
 from tokenspeed.compile.models import VERIFIED, build_program
 from tokenspeed.compile.orders import Orders
@@ -40,6 +41,7 @@ from tokenspeed.compile.tokenizer import load_tokenizer
 from tokenspeed.compile.verify import verify
 from tokenspeed.compile.weights import WeightPlan, write_weights
 from tokenspeed.envelope import Envelope, read_recipe, resolve
+from tokenspeed.equivalence import FILE as EQUIVALENCE
 from tokenspeed.errors import CheckpointError, EnvelopeError, UsageError
 from tokenspeed.kernels.native_specs import native_registry
 from tokenspeed.kernels.registry import DeviceKernel, Registry
@@ -142,6 +144,10 @@ def build(
         fused = run_passes(program, CPU_PASSES)
     with progress.stage("select"):
         plans = [_plan(fused, target, envelope, solutions, cache) for target in envelope.targets]
+    proofs = []
+    if envelope.pinned_solution is not None:
+        with progress.stage("prove"):
+            proofs = [prove_selection(plan.selection) for plan in plans]
     compiled: Mapping[tuple[DeviceKernel, Target], CompiledKernel] = {}
     if any(plan.kernels for plan in plans):
         with progress.stage("compile"):
@@ -160,6 +166,8 @@ def build(
             sections = tuple(_write_target(folder, t, files, _cost(fused, t), compiled) for t in lowered)
             _write_tokenizer(folder, tokenizer)
             _write_json(folder / "selection.json", {"targets": [t.selection.to_json() for t in lowered]})
+            if proofs:
+                _write_json(folder / EQUIVALENCE, {"targets": proofs})
             (folder / "program.json").write_text(fused.to_json())
         with progress.stage("seal"):
             model = _model_section(source, envelope)

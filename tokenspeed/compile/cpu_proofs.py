@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import date
 from functools import cache
@@ -63,12 +63,7 @@ def prove(request: Request, candidates: Sequence[Candidate]) -> tuple[ProvenClas
     if missing_flags(request.target):
         return _from_table(request, chosen), "table"
     specs = tuple(c.spec for c in candidates if c.accepted and c.spec.solution == chosen.solution)
-    case = case_of(request)
-    return _proven(case, tuple(sorted(specs_key(specs))), request.target, chosen, specs), "build"
-
-
-def specs_key(specs: Iterable[KernelSpec]) -> list[str]:
-    return [spec.symbol for spec in specs]
+    return _proven(case_of(request), chosen, specs), "build"
 
 
 def case_of(request: Request) -> Case:
@@ -89,8 +84,12 @@ def case_of(request: Request) -> Case:
 
 @cache
 def _cached(make: Any, *args: Any, **more: Any) -> Case:
-    """A case, its weights and pages in the layouts of CPU kernels. Made once in a process."""
-    case: Case = make(*args, **more)
+    """A case in the layouts of CPU kernels. Made once in a process."""
+    return _in_cpu_layouts(make(*args, **more))
+
+
+def _in_cpu_layouts(case: Case) -> Case:
+    """The case with its weights and pages as CPU kernels read them."""
     arrays, operands = dict(case.arrays), dict(case.operands)
     if case.op.startswith("linear"):
         arrays["weight"] = pack_panel16(arrays["weight"])
@@ -113,11 +112,9 @@ def _cpu_pages(pages: probes.Array, case: Case) -> probes.Array:
 _done: dict[Any, ProvenClass] = {}
 
 
-def _proven(
-    case: Case, key: tuple[str, ...], target: Target, chosen: KernelSpec, specs: Sequence[KernelSpec]
-) -> ProvenClass:
+def _proven(case: Case, chosen: KernelSpec, specs: Sequence[KernelSpec]) -> ProvenClass:
     """The class of ``chosen`` among ``specs``; a process compares the same kernels on the same case once."""
-    known = (id(case), key, chosen.symbol)
+    known = (id(case), chosen.symbol, tuple((spec.symbol, spec.bitwise_class) for spec in specs))
     if known not in _done:
         _done[known] = _compare(case, chosen, specs)
     return _done[known]
