@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gpu_double import gpu_artifact, plug_in
 from tiny_artifact import tiny, write_checkpoint
 from tiny_llama import tiny_tokens
 
@@ -27,6 +28,7 @@ from tokenspeed.runtime.engine import load
 from tokenspeed.runtime.loader import LoadOptions
 from tokenspeed.runtime.loader import load as load_parts
 from tokenspeed.runtime.request import SamplingParams
+from tokenspeed.target import Target
 from tokenspeed.verify_artifact import verify_graphs
 
 SMALL: dict[str, Any] = {
@@ -209,3 +211,15 @@ def test_the_trainer_computes_in_the_orders_of_the_artifact(dtype: str, checkpoi
     logits.gather(1, torch.tensor(tokens[1:])[:, None]).sum().backward()
     ours = model.model.layers[0].self_attn.q_proj.weight.grad
     assert (theirs - ours).norm() < (1e-4 if dtype == "float32" else 0.05) * ours.norm()
+
+
+def test_a_gpu_runs_the_prelude_too(
+    artifacts: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = gpu_artifact(artifacts["target"], tmp_path / "both")
+    plug_in(monkeypatch)
+    with load(both, options=LoadOptions(target=Target.parse("cuda:sm_90a"), kv_gib=0.02, threads=1)) as engine:
+        params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=0)
+        (output,) = engine.generate(TOKENS, params)
+    have = tuple(entry.logprob for entry in output.prompt_logprobs or () if entry is not None)
+    assert have == scores(artifacts["target"])

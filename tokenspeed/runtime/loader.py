@@ -22,6 +22,7 @@ from tokenspeed.runtime import drivers, trace
 from tokenspeed.runtime.executor import Executor
 from tokenspeed.runtime.places import FilePlace, Place, available_memory, choose_place
 from tokenspeed.runtime.tokenizer import Tokenizer
+from tokenspeed.step import STEP_SIZES
 from tokenspeed.switches import RL_BITWISE
 from tokenspeed.target import Target
 
@@ -244,9 +245,11 @@ class _Preparation:
         self._trace_driver()
 
     def _run_prelude(self) -> None:
-        """What no step computes: it needs the weights, and every step needs it."""
+        """What no step computes: it needs the weights, and every step needs it. It runs as a step of nothing."""
+        (sizes,) = (tensor for tensor in self.section.io if tensor.name == STEP_SIZES.name)
         for graph in self._prelude:
             with _timed(self._seconds, "prelude"):
+                self.device.view("io")[sizes.offset : sizes.offset + sizes.nbytes] = bytes(sizes.nbytes)
                 self.device.wait(self.device.submit(graph, 0, 0, 0, 0))
 
     def _trace_driver(self) -> None:
