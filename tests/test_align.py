@@ -290,6 +290,8 @@ def test_files_that_are_none(greedy: Dump, tmp_path: Path) -> None:
         (changed(greedy, 0, prompt_len=99), "sequence 0 has 13 tokens, and a prompt of 99"),
         (changed(greedy, 1, prompt_len=0), "sequence 1 has 9 tokens, and a prompt of 0"),
         (changed(greedy, 0, logprob=[math.nan] * 12), "logprob has a NaN"),
+        (Dump((Sequence([], []),), "c"), "it has no token"),
+        (Dump((Sequence([1], []), Sequence([], [])), "c"), "cu_seqlens must rise from 0 to 1"),
     ]:
         write_dump(path, bad)
         with pytest.raises(DumpError, match=text):

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -288,12 +289,14 @@ def test_preempted_requests_go_on_under_the_new_weights(
 def test_a_prompt_that_is_half_computed_is_computed_again(tiny_artifact: Path, new_weights: Path) -> None:
     with tokenspeed.load(tiny_artifact, options=OPTIONS, max_step_tokens=16) as engine:
         prompt = [1 + i % 200 for i in range(8000)]
-        request = Recorder(engine, prompt, GREEDY)
+        request = Recorder(engine, prompt, replace(GREEDY, prompt_logprobs=0))
         wait_until(lambda: engine.stats().steps >= 3)
         engine.update_weights(new_weights, version="new", when="preempt")
         assert request.reason is FinishReason.LENGTH and request.versions == ["new"]
-        fresh = Recorder(engine, prompt, GREEDY, cache_key="apart")
+        fresh = Recorder(engine, prompt, replace(GREEDY, prompt_logprobs=0), cache_key="apart")
         assert fresh.reason is FinishReason.LENGTH and fresh.tokens == request.tokens
+        told, new = (next(e.prompt_logprobs for e in r.events if e.prompt_logprobs) for r in (request, fresh))
+        assert len(told) == len(new) == len(prompt) and told[-1000:] == new[-1000:] and told[:16] != new[:16]
 
 
 def test_aborted_requests_end(engine: Engine, new_weights: Path) -> None:

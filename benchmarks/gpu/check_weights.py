@@ -114,6 +114,9 @@ def examine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         changed = answers(engine)
         require("new answers differ", changed != before)
         require("weights through torch", through_torch(engine, section.weights_bytes))
+        if Target.parse(section.target).is_gpu:
+            device = engine.loaded.executor.device
+            require("host_io is read", device.read("host_io", 0, 64) == bytes(device.view("io")[:64]))
         dump = dump_of(engine, PROMPTS, max_tokens=32, temperature=1.0, seed=3, with_logits=True)
         verdicts = check_dump(engine, dump)
         results["align"] = [v.to_json() for v in verdicts]

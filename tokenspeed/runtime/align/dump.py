@@ -151,6 +151,8 @@ def _bounds(arrays: Mapping[str, array[Any]], index: TensorIndex) -> list[int]:
         raise ValueError(
             f"its layout is {layout!r}, and it has {'a' if layout == 'single' else 'no'} tensor 'cu_seqlens'"
         )
+    if not total:
+        raise ValueError("it has no token")
     bounds = arrays["cu_seqlens"].tolist() if layout == "packed" else [0, total]
     grows = all(a < b for a, b in pairwise(bounds))
     if len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != total or not grows:
