@@ -12,17 +12,19 @@ from typing import Any
 
 import httpx
 import pytest
+from gpu_double import gpu_artifact
 from test_serve_process import READY
 from tiny_artifact import cli, cli_environment, command, tiny, write_checkpoint
 
 from tokenspeed import _native
-from tokenspeed.artifact import Artifact
+from tokenspeed.artifact import DEVICE_ABI, Artifact
 from tokenspeed.compile.build import build
 from tokenspeed.errors import AttestationError
 from tokenspeed.runtime.engine import load
-from tokenspeed.runtime.invariance.attestation import path_of
+from tokenspeed.runtime.invariance.attestation import kernels, path_of, require
 from tokenspeed.runtime.invariance.plan import LEGS
 from tokenspeed.runtime.loader import LoadOptions
+from tokenspeed.target import Target
 
 NEEDED = "the artifact promises equal bits (numerics = rl-bitwise), and nothing proves it here: "
 ATTESTED = LoadOptions(attested=True, kv_gib=0.02)
@@ -203,3 +205,11 @@ def test_what_is_proven_needs_no_reason(artifact: Path) -> None:
 def test_a_reason_says_something(artifact: Path, reason: str) -> None:
     done = cli("serve", artifact, "--unattested", reason)
     assert done.returncode == 2 and "--unattested is" in done.stderr
+
+
+def test_kernels_of_a_gpu_are_the_artifacts_own(proven: Path, tmp_path: Path) -> None:
+    artifact = Artifact.open(gpu_artifact(proven, tmp_path / "gpu"))
+    section = artifact.manifest.section(Target.parse("cuda:sm_90a"))
+    assert kernels(section) == {"library": "device", "abi": DEVICE_ABI, "module_sha256": None}
+    with pytest.raises(AttestationError, match=r"need .*gpu\.attestations/cuda-sm_90a\.json for cuda:sm_90a, have no"):
+        require(artifact, section)
