@@ -170,13 +170,15 @@ def batch_of(groups: Sequence[Sequence[Reply]]) -> Batch:
 def plain_logprobs(aligned: Aligned, batch: Batch) -> torch.Tensor:
     """What the model's own forward says of the tokens that were drawn, under autocast to the artifact's dtype."""
     low = aligned.artifact.manifest.envelope.dtype == "bfloat16"
-    found = []
+    bounds = batch.cu_seqlens[1:-1]
+    ids, mask, present = (
+        torch.nn.utils.rnn.pad_sequence(x.tensor_split(bounds), batch_first=True)
+        for x in (batch.ids, batch.mask, torch.ones_like(batch.mask))
+    )
     with aligned.own_forward() as model, torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=low):
-        for begin, end in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
-            ids, mask = batch.ids[begin:end], batch.mask[begin:end]
-            logits = model(input_ids=ids[None]).logits[0, :-1].float()
-            found.append(torch.log_softmax(logits, 1).gather(1, ids[1:, None]).squeeze(1)[mask[1:]])
-    return torch.cat(found)
+        logits = model(input_ids=ids, attention_mask=present.long()).logits
+    rows = logits[:, :-1][mask[:, 1:]].float()
+    return torch.log_softmax(rows, 1).gather(1, ids[:, 1:][mask[:, 1:]][:, None]).squeeze(1)
 
 
 def train(aligned: Aligned, optimizer: torch.optim.Optimizer, batch: Batch) -> torch.Tensor:

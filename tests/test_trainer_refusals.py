@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tiny_artifact import cli_environment
 from torch import nn
 from trainer_cases import artifact_of, hf_model, random_ids, write
 
@@ -220,3 +223,14 @@ def test_an_artifact_that_promises_less_says_so(
     aligned = trainer.align(model, auto)
     assert not aligned.promised and "was built with --numerics auto" in caplog.text
     aligned.detach()
+
+
+def test_the_package_without_pytorch() -> None:
+    """It resolves on first use, and says what it needs."""
+    program = (
+        "import sys, tokenspeed; assert 'torch' not in sys.modules; sys.modules['torch'] = None; tokenspeed.trainer"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=cli_environment())
+    assert done.stderr.endswith(
+        "ModuleNotFoundError: tokenspeed.trainer needs PyTorch: install it with `pip install 'tokenspeed[trainer]'`\n"
+    )

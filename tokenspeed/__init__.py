@@ -1,8 +1,8 @@
 """TokenSpeed: an LLM inference engine shaped like a compiler.
 
 ``build(checkpoint, out)`` makes an artifact; ``load(artifact)`` returns an Engine; ``AsyncLLM`` streams from
-one inside an event loop. Names resolve on first use, so that importing the package costs nothing and the
-runtime never drags the builder in.
+one inside an event loop; ``trainer.align(model, artifact)`` has a PyTorch model compute as that engine does. Names
+resolve on first use, so that importing the package costs nothing and the runtime never drags the builder in.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tokenspeed import trainer as trainer
     from tokenspeed.compile.build import build as build
     from tokenspeed.runtime.async_llm import AsyncLLM as AsyncLLM
     from tokenspeed.runtime.engine import Engine as Engine
@@ -32,6 +33,8 @@ __all__ = ["AsyncLLM", "Engine", "RequestOptions", "SamplingParams", "__version_
 
 
 def __getattr__(name: str) -> Any:
+    if name == "trainer":  # a package of its own, which needs PyTorch
+        return import_module("tokenspeed.trainer")
     if name not in _HOMES:
         raise AttributeError(f"module 'tokenspeed' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -1,7 +1,14 @@
 """Trainer alignment: a PyTorch model that computes with an artifact's kernels, so that its log-probabilities equal the
-engine's bit for bit (docs/trainer.md). Needs the extra ``trainer``."""
+engine's bit for bit (docs/trainer.md)."""
 
 from __future__ import annotations
+
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as e:
+    raise ModuleNotFoundError(
+        "tokenspeed.trainer needs PyTorch: install it with `pip install 'tokenspeed[trainer]'`", name=e.name
+    ) from None
 
 from tokenspeed.trainer.aligned import Aligned, CausalOutput, align
 from tokenspeed.trainer.new_model import new_model
