@@ -16,6 +16,7 @@ from tokenspeed.cli.options import (
     add_load_options,
     load_options,
     print_json,
+    unwinding_when_told_to_stop,
 )
 from tokenspeed.errors import DivergenceError, UsageError
 
@@ -71,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
         return 0
     plan = _plan(args)
     bar = _Bar()
-    result = harness.examine(args.artifact, options, plan, lambda folder: _worker(args, folder), bar.report)
+    with unwinding_when_told_to_stop():  # what was started ends too
+        result = harness.examine(args.artifact, options, plan, lambda folder: _worker(args, folder), bar.report)
     bar.end()
     attested = attestation.attest(result) if result.passed else None
     path = None if attested is None else attestation.write(attested, result.artifact.path)
