@@ -1,4 +1,4 @@
-"""The whole loop: the engine draws, the trainer learns and scores, the engine takes its weights, and the dump agrees."""
+"""The whole loop: an engine draws, a trainer learns and scores, the engine takes its weights, and the dump agrees."""
 
 from __future__ import annotations
 

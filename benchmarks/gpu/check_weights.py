@@ -116,6 +116,8 @@ def examine(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         require("weights through torch", through_torch(engine, section.weights_bytes))
         if Target.parse(section.target).is_gpu:
             device = engine.loaded.executor.device
+            device.write("arena", 4096, bytes(range(256)))
+            require("what is written is read", device.read("arena", 4096, 256) == bytes(range(256)))
             require("host_io is read", device.read("host_io", 0, 64) == bytes(device.view("io")[:64]))
         dump = dump_of(engine, PROMPTS, max_tokens=32, temperature=1.0, seed=3, with_logits=True)
         verdicts = check_dump(engine, dump)
