@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from server_harness import Running, running
 from tiny_artifact import cli, write_checkpoint
@@ -80,6 +82,24 @@ def test_new_weights_are_served(server: Running, engine: Engine, folder: Path) -
     for path in (str(folder / "weights" / "new.safetensors"), "deep/link", "deep/../new.safetensors"):
         status, result = update(server, path=path, when="abort")
         assert status == 200 and result["version"].startswith(f"{digest[:12]}+")
+
+
+def test_many_at_once_take_turns(server: Running) -> None:
+    async def ask() -> list[httpx.Response]:
+        async with httpx.AsyncClient(base_url=server.server.url, timeout=20) as client:
+            slow = client.post("/v1/completions", json={"prompt": [1], "max_tokens": 2000, "temperature": 0})
+            running = asyncio.create_task(slow)
+            await asyncio.sleep(0.05)
+            updates = [
+                client.post("/update_weights", json={"path": "new.safetensors", "version": f"turn {i}"})
+                for i in range(40)
+            ]
+            long_text = client.post("/v1/completions", json={"prompt": "a b " * 3000, "max_tokens": 1})
+            return [*await asyncio.gather(*updates), await long_text, await running]
+
+    answers = asyncio.run(ask())
+    assert [a.status_code for a in answers] == [200] * 42
+    assert sorted(a.json()["version"] for a in answers[:40]) == sorted(f"turn {i}" for i in range(40))
 
 
 def test_chunks_and_chats_tell_versions_too(server: Running) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from enum import StrEnum
 
@@ -26,6 +27,7 @@ class ServerState:
         startup: when each part of the start was done, in seconds after exec: ``bound`` (the socket listens),
             ``web`` (the web stack is imported and set up), ``engine`` (the artifact is loaded, on another thread),
             ``ready``.
+        updating: held by the update of weights that is on its way, so that those behind it keep no thread waiting.
     """
 
     def __init__(self, settings: ServerSettings, startup: dict[str, float] | None = None):
@@ -35,6 +37,7 @@ class ServerState:
         self.llm: AsyncLLM | None = None
         self.metrics: ServerMetrics | None = None
         self.served_names = settings.served_names
+        self.updating = asyncio.Lock()
         self._draining = False
 
     def attach(self, engine: EngineLike, tokenizer: Tokenizer | None = None) -> None:

@@ -36,11 +36,12 @@ async def update_weights(request: Request) -> Response:
     when = fields.string("when") or When.DRAIN.value
     version = fields.string("version")
     engine = state.require_llm().engine
-    path = await asyncio.to_thread(allowed_path, folder, text)
-    try:
-        result = await asyncio.to_thread(engine.update_weights, path, version=version, when=when)
-    except UsageError as e:
-        raise RequestError(e.message, hint=e.hint) from None
+    async with state.updating:
+        path = await asyncio.to_thread(allowed_path, folder, text)
+        try:
+            result = await asyncio.to_thread(engine.update_weights, path, version=version, when=when)
+        except UsageError as e:
+            raise RequestError(e.message, hint=e.hint) from None
     return json_response(result)
 
 
