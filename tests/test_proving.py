@@ -221,6 +221,57 @@ def test_shapes_share_a_class_only_where_all_agree() -> None:
         class_tables.proven_class([case("K=1", [["a"]]), {**case("K=2", [["a"]]), "source": "t"}], about)
 
 
+def test_constants_that_no_digest_sees() -> None:
+    """What a launch is given that is neither a size nor part of a member: who changes one proves the kernels anew."""
+    sizes = {
+        "num_heads": 8, "num_kv_heads": 2, "head_dim": 64, "page_size": 64, "page_stride": 1 << 15,
+        "pages_per_seq": 4, "split_positions": 256, "num_tokens": 64, "num_seqs": 8, "num_logit_rows": 8,
+    }  # fmt: skip
+    for target, width in (("cuda:sm_90a", 8), ("hip:gfx950", 16)):
+        request = Request("paged_attention", equivalence.Target.parse(target), "bfloat16", sizes)
+        attention = proofs.MEMBERS["paged_attention"]
+        stages = [s for member in attention.members(request) for s in attention.stages(request, member)]
+        found = [dict(stage.kernel.constants) for stage in stages if stage.kernel is not None]
+        assert {constants["WIDTH"] for constants in found if "WIDTH" in constants} == {width}
+        assert {name for constants in found for name in constants} == {
+            "NQ", "NKV", "D", "BLOCK_D", "PAGE_SIZE", "PAGE_STRIDE", "PAGES_PER_SEQ", "SPLIT", "SPLITS", "SEQS",
+            "KV_TILE", "BLOCK_M", "WIDTH", "AHEAD", "PDL",
+        }  # fmt: skip
+    of_sampling = {"V", "CHUNK", "CHUNKS", "LANES", "WORDS", "SHARDS", "BLOCKS", "BLOCK_LANES", "PDL"}
+    for op, names in (("rms_norm", {"H", "BLOCK", "ROWS", "PDL"}), ("sample", of_sampling)):
+        request = Request(op, HOPPER, "float32", {"H": 64, "M": 8, "rows": 0, "V": 4096, "logprob_shards": 2, **sizes})
+        choice = proofs.MEMBERS[op]
+        (member,) = choice.members(request)
+        stages = list(choice.stages(request, member))
+        assert {n for s in stages if s.kernel is not None for n in dict(s.kernel.constants)} == names
+        assert {s.kernel.num_stages for s in stages if s.kernel is not None} == {1}
+
+
+def test_where_everything_is_equal_aok_launches_what_auto_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the classes of this checkout, if they are in force; otherwise a build says that they are not."""
+    from tokenspeed.bucket import StepLimits
+    from tokenspeed.compile.dummy_weights import DummyCheckpoint
+    from tokenspeed.compile.lower import plan_target
+    from tokenspeed.compile.models import build_program
+    from tokenspeed.compile.passes import CPU_PASSES, run_passes
+
+    monkeypatch.setattr(equivalence, "TUNING_FOLDER", Path(equivalence.__file__).resolve().parent / "tuning")
+    equivalence.known_classes.cache_clear()
+    shape = Path(__file__).resolve().parent.parent / "artifacts/recipes/shapes/llama-3.1-8b"
+    model = build_program(DummyCheckpoint(shape, 0).config, dtype="bfloat16", max_model_len=4096, page_size=64)
+    program, limits = run_passes(model, CPU_PASSES), StepLimits(8192, 256, 256)
+    auto = plan_target(program, HOPPER, limits, triton_registry(), split_positions=256)
+    states = {state for _, state in class_tables.shown(HOPPER)}
+    try:
+        strict = plan_target(program, HOPPER, limits, triton_registry(), split_positions=256, solution="aok")
+    except SelectionError as e:
+        assert states != {"in force"} and "prove them again" in e.message
+        return
+    assert strict.kernels == auto.kernels
+    classes = prove_selection(strict.selection)["classes"]
+    assert all(entry["instead_of"] == [] for entry in classes) and len(classes) == 6
+
+
 # --- digests of source ----------------------------------------------------------------------------
 
 _MODULE = """
