@@ -4,7 +4,9 @@ fails, and the op is named."""
 from __future__ import annotations
 
 import json
+import math
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from tokenspeed.artifact import Artifact
 from tokenspeed.cli import main
 from tokenspeed.compile.build import build
 from tokenspeed.runtime.invariance.attestation import path_of
+from tokenspeed.runtime.invariance.outcomes import Outcome, bits_of, differences, make_cases
 from tokenspeed.runtime.invariance.plan import LEGS
 from tokenspeed.runtime.invariance.prompts import make_prompts, read_prompts
 
@@ -83,14 +86,16 @@ def test_split_by_occupancy_is_found_and_named(faulty: Path) -> None:
     assert few["bucket"] != many["bucket"] and few["kernels"][0].startswith("paged_attention")
 
 
-def test_a_part_is_reported_and_not_attested(checkpoint: Path, honest: Path) -> None:
-    target = checkpoint.parent / f"{honest.name}.attestations"
-    before = {path: path.read_bytes() for path in target.iterdir()}
+def test_a_part_is_reported_and_not_attested(honest: Path) -> None:
+    def attestations() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in honest.parent.glob(f"{honest.name}.attestations/*")}
+
+    before = attestations()
     done = cli("invariance", honest, "--prompts", "4", "--tokens", "8", "--legs", "packed,chunks")
     assert done.returncode == 0, done.stderr
     assert "equal to the last bit; not attested, as it lacks legs repeated, preempted, cached, process" in done.stdout
     assert "4 prompts of the 8" in done.stdout and "8 tokens a reply of the 16" in done.stdout
-    assert before == {path: path.read_bytes() for path in target.iterdir()}
+    assert attestations() == before
 
 
 def test_a_leg_that_is_not_what_it_stands_for_proves_nothing(honest: Path, tmp_path: Path) -> None:
@@ -165,3 +170,28 @@ def test_refusals(
     code = main(["invariance", str(honest), "--kv-gib", "0.05", *(arg.replace("{}", str(tmp_path)) for arg in args)])
     captured = capsys.readouterr()
     assert code == 2 and captured.out == "" and captured.err.startswith(text.replace("{}", str(tmp_path)))
+
+
+def test_bits_are_compared_not_numbers() -> None:
+    assert bits_of(0.0) == 0 and bits_of(-0.0) == 0x80000000 and bits_of(1.0) == 0x3F800000
+    assert bits_of(math.nan) == bits_of(-math.nan) and bits_of(-math.inf) == 0xFF800000
+    # The least float32, which Python has as a float64.
+    assert bits_of(2.0**-149) == 1
+
+
+def test_where_outcomes_part() -> None:
+    cases = make_cases([[5, 6, 7], [8]], tokens=2, seed=3)
+    assert [(c.prompt, c.temperature) for c in cases] == [(0, 0.0), (0, 1.0), (1, 0.0), (1, 1.0)]
+    assert cases[1].seed == cases[0].seed != cases[2].seed  # greedy ones draw nothing
+    reference = [Outcome([(1, 10, 1), (2, 20, 1)], [(6, 3, 1), (7, 4, 1)]) for _ in cases]
+    same = Outcome([(1, 10, 1), (2, 20, 1)], [(6, 3, 1), (7, 4, 1)])
+    assert list(differences("packed", cases, reference, {0: same, 1: replace(same, prompt=None)})) == []
+    prompt_first = replace(same, output=[(1, 11, 1), (2, 20, 1)], prompt=[(6, 3, 1), (7, 5, 1)])
+    shorter, longer = replace(same, output=same.output[:1]), replace(same, output=[*same.output, (9, 9, 9)])
+    found = list(differences("packed", cases, reference, {0: prompt_first, 1: shorter, 2: longer}))
+    assert [(d.case, d.position, d.in_prompt) for d in found] == [(0, 2, True), (1, 4, False), (2, 3, False)]
+    assert (found[0].expected, found[0].found) == ((7, 4, 1), (7, 5, 1))
+    assert found[1].found is None and found[2].expected is None
+    # Nothing reported of a prompt, where it was asked, is a difference as well.
+    [missing] = differences("packed", cases, reference, {0: replace(same, prompt=[])})
+    assert (missing.position, missing.in_prompt, missing.found) == (1, True, None)
