@@ -119,6 +119,9 @@ def test_answers_of_other_rows_share_a_class_where_they_meet() -> None:
     assert [[m["kernel"] for m in group.members] for group in groups] == [["chunk", "token"], ["wrong"], ["apart"]]
     seen = RowsSeen()
     assert seen.add("one", (4, 5), (b"a", b"b")) == "" and seen.add("two", (5,), (b"b",)) == ""
+    assert seen.vacuous() == ""
+    assert seen.add("zeros", (6, 7, 8, 9, 10), (b"0",) * 5) == ""
+    assert seen.vacuous() == "4 of its 7 rows have the bits of another: the probes did not reach it"
     assert seen.add("three", (4,), (b"b",)) == "row 0 of run 'three' differs from the same row in run 'one'"
 
 

@@ -214,6 +214,13 @@ class RowsSeen:
             self._run_of.setdefault(label, run)
         return ""
 
+    def vacuous(self) -> str:
+        """Why nothing follows from the rows being equal: most are alike. Empty if they are not."""
+        alike = len(self.rows) - len(set(self.rows.values()))
+        if 2 * alike <= len(self.rows):
+            return ""
+        return f"{alike} of its {len(self.rows)} rows have the bits of another: the probes did not reach it"
+
 
 @dataclass(frozen=True)
 class Group:

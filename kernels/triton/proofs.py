@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache, partial
 from typing import Any, TypeAlias
 
@@ -158,11 +158,12 @@ class AttentionMembers(MemberChoice):
         return tuple(_attention_member(kernel, tile) for kernel, tile in self._tiles(request))
 
     def _tiles(self, request: Request) -> Iterator[tuple[str, attention.Tile]]:
-        """Kernels with the tiles that some request gets: of few and of many sequences."""
+        """Kernels with the tiles that some request gets: of few and of many sequences, of few and of many q heads."""
         few, many = ({**request.sizes, "num_seqs": n} for n in (1, attention.PROGRAMS))
-        yield "chunk", attention.chunk_tile(request.target, request.dtype, request.sizes)
+        chunk = attention.chunk_tile(request.target, request.dtype, request.sizes)
+        yield from (("chunk", replace(chunk, rows=rows)) for rows in dict.fromkeys((chunk.rows, max(32, chunk.rows))))
         tiles = dict.fromkeys(attention.token_tile(request.target, request.dtype, sizes) for sizes in (few, many))
-        for tile in tiles:
+        for tile in (replace(tile, rows=rows) for rows in (16, 32) for tile in tiles):
             yield "token", tile
             yield "split", tile
 

@@ -316,7 +316,7 @@ class _Bench:
                 device.wait(device.submit(graph, step.num_tokens, step.num_seqs, len(step.labels)))
                 if problem := seen.add(step.name, step.labels, self._rows(memory, len(step.labels))):
                     return Answer(member, {}, problem)
-            return Answer(member, seen.rows)
+            return Answer(member, seen.rows, seen.vacuous())
         finally:
             device.close()
 

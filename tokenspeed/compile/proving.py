@@ -53,13 +53,14 @@ def default_cases() -> Iterator[Case]:
         yield linear_case(op, "float32", 576)
     for dtype in DTYPES:
         yield linear_case("linear_add", dtype, 1040, rounded=True)
-    for head_dim in (16, 32, 64, 96, 128, 256):
+    for head_dim in (16, 32, 64, 80, 96, 128, 256):
         kv_heads = 1 if head_dim == 256 else 2
         heads = kv_heads * (3 if head_dim == 64 else 4)
         yield attention_case("bfloat16", heads, kv_heads, head_dim, 64, 256)
-    yield attention_case("bfloat16", 4, 2, 16, 32, 64)
     for head_dim in (16, 64, 128):
-        yield attention_case("float32", 4, 2, head_dim, 64, 256)
+        yield attention_case("bfloat16", 4, 2, head_dim, 32, 64)
+    for head_dim in (16, 32, 64, 96, 128, 256):
+        yield attention_case("float32", 2, 1, head_dim, 64, 256)
     for dtype in DTYPES:
         yield from (norm_case(dtype, width) for width in (16, 32, 64, 96, 192, 384, 576, 2048, 4096, 5120, 12288))
     for chunks in (1, 2, 3, 6, 12, 24, 63, 128):

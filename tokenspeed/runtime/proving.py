@@ -146,7 +146,7 @@ class _Bench:
                 return Answer(compared.member, {}, f"it cannot be loaded: {e}")
             if problem := seen.add(run.name, run.labels, self._results(graph, run)):
                 return Answer(compared.member, {}, problem)
-        return Answer(compared.member, seen.rows)
+        return Answer(compared.member, seen.rows, seen.vacuous())
 
     def _load(self, name: str) -> int:
         """The handle of a graph, with the binaries that it needs. Raises ArtifactError, _native.GraphError."""
