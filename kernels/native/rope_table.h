@@ -7,8 +7,8 @@
 //   i P, i D, f factor
 //
 // Every operation is rounded to float32 once: position (exact below 2^24), product p f, cosine, sine, their products
-// with factor. Cosine and sine are those of the rounded product, computed in float64 and rounded to the nearest float32;
-// they are wrong by more than half an ulp in about one of 2^27 values only. Products must be below 2^20.
+// with factor. Cosine and sine are those of the rounded product, computed in float64 and rounded to the nearest
+// float32; they are wrong by more than half an ulp in about one of 2^27 values only. Products must be below 2^20.
 //
 // Bits: multiplications, additions and one rounding to an integer, all of IEEE float64: equal on every processor, and
 // independent of the C library.

@@ -86,7 +86,8 @@ TEST(rounded_sums_are_the_rounded_product_added_and_rounded) {
         float product, sum;
         std::memcpy(&product, products.data() + 4 * i, 4);
         std::memcpy(&sum, have.data() + 4 * i, 4);
-        const float want = k.bf16 ? from_bf16(to_bf16(residual[i] + from_bf16(to_bf16(product)))) : residual[i] + product;
+        const float want =
+            k.bf16 ? from_bf16(to_bf16(residual[i] + from_bf16(to_bf16(product)))) : residual[i] + product;
         wrong += std::memcmp(&sum, &want, 4) != 0;
       }
       CHECK(wrong == 0);

@@ -225,7 +225,8 @@ TEST(rope_tables_hold_cosines_then_sines_of_rounded_products) {
   for (int workers : {1, 3}) {
     std::vector<float> table(static_cast<size_t>(positions * head_dim), -1.0f);
     run_kernel(k::rope_table_avx2,
-               {arg(frequencies.data()), arg(table.data()), arg(positions), arg(head_dim), arg(double{factor})}, 0, workers);
+               {arg(frequencies.data()), arg(table.data()), arg(positions), arg(head_dim), arg(double{factor})}, 0,
+               workers);
     int64_t wrong = 0;
     for (int64_t p = 0; p < positions; ++p) {
       for (int64_t i = 0; i < half; ++i) {
