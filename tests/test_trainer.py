@@ -267,6 +267,8 @@ def test_detaching_gives_the_model_its_own_forward_back(
             assert torch.equal(model(input_ids=ids[None]).logits, own)
         assert torch.equal(model(input_ids=ids[None]).logits, ours) and not torch.equal(ours, own)
         assert aligned.detach() is model and aligned.detach() is model
+        with pytest.raises(UsageError, match="the model was detached from the artifact"):
+            aligned.logprobs(ids[None])
         assert torch.equal(model(input_ids=ids[None]).logits, own)
 
 

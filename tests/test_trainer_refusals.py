@@ -216,6 +216,22 @@ def test_dropout_in_training_mode(aligned: Aligned) -> None:
         model(IDS)
 
 
+def test_a_model_that_changed_since_it_was_aligned(aligned: Aligned) -> None:
+    model = aligned.model
+    mlp = model.model.layers[0].mlp
+    own = mlp.up_proj.weight
+    mlp.up_proj.weight = nn.Parameter(own.detach().clone())
+    replaced = r"parameter model.layers.0.mlp.up_proj.weight of the model was added, removed or replaced"
+    with pytest.raises(UsageError, match=replaced):
+        model(IDS)
+    mlp.up_proj.weight = own
+    mlp.adapter = nn.Linear(4, 4, bias=False)
+    with pytest.raises(UsageError, match=r"parameter model.layers.0.mlp.adapter.weight of the model was added"):
+        aligned.logprobs(IDS)
+    del mlp.adapter
+    assert torch.isfinite(aligned.logprobs(IDS)).all()
+
+
 def test_an_artifact_that_promises_less_says_so(
     checkpoint: Path, model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

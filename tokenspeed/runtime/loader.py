@@ -199,7 +199,7 @@ class _Preparation:
             self.section, self.place = choose_place(
                 manifest, options.target, options.device, threads=options.threads, pin=options.pin
             )
-            _check_kernels(self.section)
+            check_kernels(self.section)
             if options.attested and manifest.envelope.numerics == RL_BITWISE:
                 from tokenspeed.runtime.invariance.attestation import standing_of
 
@@ -402,7 +402,8 @@ def plan_host_pages(section: TargetSection, host_kv_gib: float, available: int) 
     return int(pages)
 
 
-def _check_kernels(section: TargetSection) -> None:
+def check_kernels(section: TargetSection) -> None:
+    """Raises ArtifactError for graphs that were built against other kernels than this runtime has."""
     is_gpu = Target.parse(section.target).is_gpu
     have = (DEVICE_LIBRARY, DEVICE_ABI) if is_gpu else (NATIVE_LIBRARY, _native.KERNEL_ABI)
     if (section.kernel_library, section.kernel_abi) != have:

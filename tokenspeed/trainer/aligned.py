@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from tokenspeed.artifact import Artifact, TargetSection, choose_target
 from tokenspeed.compile.program import Program
 from tokenspeed.errors import UsageError
-from tokenspeed.runtime.loader import _check_kernels
+from tokenspeed.runtime.loader import check_kernels
 from tokenspeed.runtime.places import CpuPlace, Place, choose_place
 from tokenspeed.target import Target, runnable_targets
 from tokenspeed.trainer import inputs
-from tokenspeed.trainer.compatible import check_model, check_training, device_of
+from tokenspeed.trainer.compatible import check_model, check_same, check_training, device_of
 from tokenspeed.trainer.function import Replay, Runner, Scored
 from tokenspeed.trainer.inputs import Asked
 from tokenspeed.trainer.new_model import load_weights
@@ -71,7 +71,7 @@ def align(
     program = Program.from_json(opened.read("program.json").decode())
     tensors = check_model(model, program)
     section, place = _place(opened, device_of(tensors), target, threads)
-    _check_kernels(section)
+    check_kernels(section)
     plan = plan_replay(opened, section, gradients=gradients)
     return Aligned(model, opened, Parameters(program, tensors), Replayer(opened, plan, place), gradients)
 
@@ -119,6 +119,7 @@ class Aligned:
                 artifact.path,
             )
         self._own_forward = model.forward
+        self._detached = False
         self._attach()
 
     # -- the forward -------------------------------------------------------------------------------------
@@ -179,6 +180,9 @@ class Aligned:
         return self._output(loss, asked.kept(logits))
 
     def _score(self, asked: Asked, *, logits: bool) -> tuple[Tensor, Tensor | None]:
+        if self._detached:
+            raise UsageError("the model was detached from the artifact", hint="align it again")
+        check_same(self.model, self._parameters.tensors, self._runner.device)
         program = self._parameters.program
         inputs.check_batch(asked.batch, program.metadata.integer("vocab_size"), program.max_model_len)
         trained = [name for name, p in self._parameters.tensors.items() if p.requires_grad]
@@ -233,8 +237,7 @@ class Aligned:
 
     def _attach(self) -> None:
         def forward(*args: Any, **kwargs: Any) -> Any:
-            bound = inspect.signature(self.forward).bind(*args, **kwargs)
-            return self.forward(*bound.args, **bound.kwargs)
+            return self.forward(*args, **kwargs)
 
         forward.__signature__ = inspect.signature(self._own_forward)  # type: ignore[attr-defined]
         self.model.forward = forward
@@ -253,7 +256,8 @@ class Aligned:
 
     def detach(self) -> nn.Module:
         """Give the model its own forward back, and free what was allocated; returns the model."""
-        if "forward" in vars(self.model):
+        if not self._detached:
+            self._detached = True
             self._detach()
             self._replayer.close()
         return self.model

@@ -44,6 +44,19 @@ def check_model(model: nn.Module, program: Program) -> dict[str, nn.Parameter]:
     return parameters
 
 
+def check_same(model: nn.Module, aligned: Mapping[str, Tensor], device: torch.device) -> None:
+    """Refuse a model whose parameters are not those that were ``aligned``: some came, went, or were replaced."""
+    have = dict(model.named_parameters())
+    for name in (*aligned, *have):
+        if have.get(name) is not aligned.get(name):
+            raise UsageError(
+                f"parameter {name} of the model was added, removed or replaced since the model was aligned",
+                hint="detach() it, and align it again",
+            )
+        if have[name].device != device:
+            raise UsageError(f"parameter {name} went to {have[name].device}, and the artifact runs on {device}")
+
+
 def check_training(model: nn.Module) -> None:
     """Refuse dropout that would be on now: the artifact has none."""
     if not model.training:

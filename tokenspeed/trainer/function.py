@@ -39,12 +39,12 @@ class Scored:
 
 
 class Runner:
-    """Runs batches on a Replayer and takes their gradients. ``device`` is where results go."""
+    """Runs batches on a Replayer and takes their gradients. ``device`` is where results go, and parameters are."""
 
     def __init__(self, replayer: Replayer, parameters: Parameters, device: torch.device):
         self._replayer = replayer
         self._parameters = parameters
-        self._device = device
+        self.device = device
         self._resident: tuple[Scored, Chunk] | None = None
         self._vocab_size = parameters.program.metadata.integer("vocab_size")
 
@@ -56,14 +56,14 @@ class Runner:
         """float32 log-probabilities of the batch's targets, and logits [rows, vocabulary] if they are wanted."""
         replayer, rows = self._replayer, len(scored.batch.rows)
         logprobs = torch.empty(rows, dtype=torch.float32)
-        logits = torch.empty(rows, self._vocab_size, device=self._device) if scored.logits else None
+        logits = torch.empty(rows, self._vocab_size, device=self.device) if scored.logits else None
         for chunk in scored.chunks:
             self._run_head(scored, chunk)
             for group in replayer.groups(chunk.rows):
                 logprobs[group] = replayer.run_tail(scored.batch, chunk, group)
                 if logits is not None:
                     logits[group] = self._read_logits(group.stop - group.start)
-        return logprobs.to(self._device), logits
+        return logprobs.to(self.device), logits
 
     def backward(
         self, scored: Scored, dlogprobs: Tensor | None, dlogits: Tensor | None, grads: ParameterGradients
@@ -82,7 +82,7 @@ class Runner:
                 walk = Reverse(self._parameters, saved.__getitem__, step, grads, self._replayer.rope_table())
                 walk.give(self._replayer.plan.logits, self._dlogits(scored, rows, saved, dlogprobs, dlogits))
                 walk.run(tail_ops)
-                at = (scored.batch.rows[rows] - chunk.begin).to(self._device)
+                at = (scored.batch.rows[rows] - chunk.begin).to(self.device)
                 part = formulas.rows_of(walk.upstream.pop(tail_ops[0].outputs[0]), at, num_tokens)
                 dhidden = part if dhidden is None else dhidden.add_(part)
             assert dhidden is not None
@@ -101,7 +101,7 @@ class Runner:
     def _places(self, scored: Scored, chunk: Chunk) -> tuple[Tensor, Tensor]:
         ids = scored.batch.ids[chunk.begin : chunk.end]
         positions = torch.cat([torch.arange(piece.start, piece.end) for piece in chunk.pieces])
-        return ids.to(self._device), positions.to(self._device)
+        return ids.to(self.device), positions.to(self.device)
 
     def _saved_groups(self, scored: Scored, chunk: Chunk) -> Iterator[tuple[slice, dict[str, Tensor]]]:
         """Rows of the chunk, and what the tail leaves of them: of several groups together, as few passes over the
@@ -131,7 +131,7 @@ class Runner:
         if dlogprobs is None:
             assert dlogits is not None
             return formulas.wide(dlogits[rows]).clone()
-        targets = scored.batch.targets[rows].to(self._device)
+        targets = scored.batch.targets[rows].to(self.device)
         grad = formulas.log_probability(dlogprobs[rows], logits, targets)
         return grad if dlogits is None else grad.add_(dlogits[rows])
 
