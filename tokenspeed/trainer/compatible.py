@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tokenspeed.compile.checkpoint import EMBEDDING, LM_HEAD
 from tokenspeed.compile.derive import rope_parameters
 from tokenspeed.compile.program import Program
 from tokenspeed.errors import UsageError
 
+LM_HEAD = "lm_head.weight"
+"""What transformers calls a head of its own."""
 DTYPES = (torch.float32, torch.bfloat16)
 _ACTIVATIONS = ("silu", "swish")
 _FREQUENCY_TOLERANCE = 1e-5
@@ -107,14 +108,15 @@ def _check_modules(model: nn.Module) -> None:
 def _check_parameters(model: nn.Module, program: Program) -> dict[str, nn.Parameter]:
     have = dict(model.named_parameters())
     need = {name: program.values[name].shape for name in checkpoint_weights(program)}
+    embedding = next(op.operand("table") for op in program.ops if op.kind == "embedding")
     if LM_HEAD not in need and LM_HEAD in have:
         raise UsageError(
-            f"the model has {LM_HEAD} of its own; the artifact's head is {EMBEDDING}",
+            f"the model has {LM_HEAD} of its own; the artifact's head is {embedding}",
             hint="build the artifact from this model's checkpoint, or tie its embeddings",
         )
     if LM_HEAD in need and LM_HEAD not in have:
         raise UsageError(
-            f"the model ties its head to {EMBEDDING}; the artifact has {LM_HEAD}",
+            f"the model ties its head to {embedding}; the artifact has {LM_HEAD}",
             hint="build the artifact from this model's checkpoint",
         )
     for name, shape in need.items():

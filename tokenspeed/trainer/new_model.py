@@ -11,11 +11,10 @@ from typing import Any
 import torch
 
 from tokenspeed.artifact import Artifact
-from tokenspeed.compile.checkpoint import LM_HEAD
 from tokenspeed.compile.derive import rope_parameters
 from tokenspeed.compile.program import Program
 from tokenspeed.errors import UsageError
-from tokenspeed.trainer.compatible import checkpoint_weights
+from tokenspeed.trainer.compatible import LM_HEAD, checkpoint_weights
 from tokenspeed.trainer.packing import Parameters, unpack
 from tokenspeed.trainer.weights_file import read_weights_region
 from tokenspeed.values import read_values
