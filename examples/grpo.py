@@ -231,6 +231,17 @@ def report(record: Record) -> None:
     )
 
 
+def about(args: argparse.Namespace, records: Sequence[Record]) -> dict[str, Any]:
+    """What ran, and its steps."""
+    names = ("questions", "group", "max_tokens", "learning_rate")
+    return {
+        "artifact": args.artifact.name,
+        "torch": torch.__version__,
+        **{name: getattr(args, name) for name in names},
+        "steps": [asdict(record) for record in records],
+    }
+
+
 def draw(records: Sequence[Record], title: str) -> str:
     """An SVG file."""
     differences = Panel("Log-probabilities: trainer and server", "step", "greatest difference")
@@ -261,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     torch.manual_seed(0)
     records = run(args)
     if args.json:
-        args.json.write_text(json.dumps([asdict(record) for record in records], indent=1) + "\n")
+        args.json.write_text(json.dumps(about(args, records), indent=1) + "\n")
     if args.svg:
         args.svg.write_text(draw(records, f"GRPO of {args.artifact.name}"))
     if any(record.max_difference != 0 or record.different_tokens for record in records):

@@ -25,7 +25,7 @@ def test_every_step_finds_a_difference_of_zero(tmp_path: Path) -> None:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "greatest difference of a log-probability 0.0 (plain transformers: " in done.stdout
-    steps = json.loads((tmp_path / "steps.json").read_text())
+    steps = json.loads((tmp_path / "steps.json").read_text())["steps"]
     assert [(s["max_difference"], s["different_tokens"]) for s in steps] == [(0.0, 0)] * 3
     assert all(s["tokens"] == 2 * 4 * 12 and s["plain_max_difference"] > 0 for s in steps)
     assert ET.parse(tmp_path / "steps.svg").getroot().tag.endswith("svg")

@@ -232,6 +232,20 @@ def test_two_forwards_before_their_backwards_do_not_disturb_one_another(aligned:
         assert (grad - together[name]).norm() <= 1e-6 * grad.norm(), name
 
 
+def test_autocast_changes_neither_bits_nor_gradients(aligned: Aligned) -> None:
+    sequences = random_ids(30, 20)
+    own = aligned.logprobs(**pack(sequences))
+    own.sum().backward()
+    expected = gradients(aligned.model)
+    aligned.model.zero_grad()
+    with torch.autocast("cpu", torch.bfloat16):
+        low = aligned.logprobs(**pack(sequences))
+        low.sum().backward()
+    assert torch.equal(low, own)
+    for name, grad in gradients(aligned.model).items():
+        assert (grad - expected[name]).norm() <= 1e-6 * grad.norm(), name
+
+
 def test_frozen_parameters_get_no_gradient(aligned: Aligned) -> None:
     frozen = [p for name, p in aligned.model.named_parameters() if ".mlp." not in name]
     for parameter in frozen:

@@ -68,29 +68,37 @@ class Runner:
     def backward(
         self, scored: Scored, dlogprobs: Tensor | None, dlogits: Tensor | None, grads: ParameterGradients
     ) -> None:
-        """Add the gradients of the parameters to ``grads``."""
-        for chunk in scored.chunks:
-            if chunk.rows.start == chunk.rows.stop:
-                continue
-            self._run_head(scored, chunk)
-            num_tokens = chunk.num_tokens
-            step = ChunkSizes(*self._places(scored, chunk), chunk.lengths)
-            head_ops, tail_ops = self._replayer.ops
-            begins = tail_ops[0].inputs[0]
-            dhidden: Tensor | None = None
-            for rows, saved in self._saved_groups(scored, chunk):
-                walk = Reverse(self._parameters, saved.__getitem__, step, grads, self._replayer.rope_table())
-                walk.give(self._replayer.plan.logits, self._dlogits(scored, rows, saved, dlogprobs, dlogits))
-                walk.run(tail_ops)
-                at = (scored.batch.rows[rows] - chunk.begin).to(self.device)
-                part = formulas.rows_of(walk.upstream.pop(tail_ops[0].outputs[0]), at, num_tokens)
-                dhidden = part if dhidden is None else dhidden.add_(part)
-            assert dhidden is not None
-            walk = Reverse(
-                self._parameters, self._replayer.reader(num_tokens), step, grads, self._replayer.rope_table()
-            )
-            walk.give(begins, dhidden)
-            walk.run(head_ops)
+        """Add the gradients of the parameters to ``grads``. Their dtypes are what the formulas say, not autocast."""
+        with torch.autocast(self.device.type, enabled=False):
+            for chunk in scored.chunks:
+                if chunk.rows.start < chunk.rows.stop:
+                    self._backward(scored, chunk, dlogprobs, dlogits, grads)
+
+    def _backward(
+        self,
+        scored: Scored,
+        chunk: Chunk,
+        dlogprobs: Tensor | None,
+        dlogits: Tensor | None,
+        grads: ParameterGradients,
+    ) -> None:
+        self._run_head(scored, chunk)
+        num_tokens = chunk.num_tokens
+        step = ChunkSizes(*self._places(scored, chunk), chunk.lengths)
+        head_ops, tail_ops = self._replayer.ops
+        begins = tail_ops[0].inputs[0]
+        dhidden: Tensor | None = None
+        for rows, saved in self._saved_groups(scored, chunk):
+            walk = Reverse(self._parameters, saved.__getitem__, step, grads, self._replayer.rope_table())
+            walk.give(self._replayer.plan.logits, self._dlogits(scored, rows, saved, dlogprobs, dlogits))
+            walk.run(tail_ops)
+            at = (scored.batch.rows[rows] - chunk.begin).to(self.device)
+            part = formulas.rows_of(walk.upstream.pop(tail_ops[0].outputs[0]), at, num_tokens)
+            dhidden = part if dhidden is None else dhidden.add_(part)
+        assert dhidden is not None
+        walk = Reverse(self._parameters, self._replayer.reader(num_tokens), step, grads, self._replayer.rope_table())
+        walk.give(begins, dhidden)
+        walk.run(head_ops)
 
     def _run_head(self, scored: Scored, chunk: Chunk) -> None:
         if self._resident is None or self._resident[0] is not scored or self._resident[1] is not chunk:
