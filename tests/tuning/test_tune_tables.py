@@ -112,5 +112,7 @@ def test_a_table_that_cannot_be_read(packed: Path, tmp_path: Path, tables: Path)
 
 
 def test_the_tables_of_this_version_can_be_read() -> None:
-    for path in linear_config.TUNING_FOLDER.glob("*.json"):
+    paths = [path for path in linear_config.TUNING_FOLDER.glob("*.json") if ".classes." not in path.name]
+    assert paths
+    for path in paths:
         assert read_table(Target("cuda", path.stem))["linear"]
