@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,16 @@ LIMITS: dict[str, Any] = {"max_prefill_tokens": 64, "max_num_seqs": 5, "max_mode
 """So small that a batch takes several steps, and a step several groups of rows."""
 
 
-def write(folder: Path, **changes: Any) -> Path:
-    """A checkpoint of two layers, with tied embeddings unless ``changes`` say otherwise."""
-    return write_checkpoint(folder, tiny(num_layers=2, max_position_embeddings=512, **changes))
+MISTRAL: dict[str, Any] = {
+    "architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": None
+}  # fmt: skip
+"""Of a config.json."""
+
+
+def write(folder: Path, config: Mapping[str, Any] | None = None, **changes: Any) -> Path:
+    """A checkpoint of two layers, with tied embeddings unless ``changes`` say otherwise; ``config`` goes to its
+    config.json."""
+    return write_checkpoint(folder, tiny(num_layers=2, max_position_embeddings=512, **changes), **(config or {}))
 
 
 def artifact_of(checkpoint: Path, folder: Path, dtype: str, **changes: Any) -> Path:
@@ -31,7 +38,7 @@ def artifact_of(checkpoint: Path, folder: Path, dtype: str, **changes: Any) -> P
 
 
 def hf_model(checkpoint: Path, dtype: torch.dtype = torch.float32) -> Any:
-    return transformers.LlamaForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    return transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
 
 
 def random_ids(*lengths: int, seed: int = 0) -> list[Tensor]:
