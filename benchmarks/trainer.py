@@ -158,7 +158,8 @@ def compare(aligned: Aligned, sequences: Sequence[torch.Tensor], expected: Seque
 
 
 def clock(aligned: Aligned, args: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of a step, forward and backward of a mean of log-probabilities, by turns."""
+    """Seconds of a step, forward and backward of a mean of log-probabilities, by turns; and of packing the weights,
+    which the aligned model does once after each step of an optimizer."""
     device = next(aligned.model.parameters()).device
     ids = torch.randint(aligned.model.config.vocab_size, (args.step_sequences, args.length), device=device)
     forwards: dict[str, Callable[[], torch.Tensor]] = {
@@ -182,6 +183,12 @@ def clock(aligned: Aligned, args: argparse.Namespace) -> dict[str, Any]:
         result[f"{name}_step_seconds"] = statistics.median(map(sum, times[1:]))
         result[f"{name}_forward_seconds"] = statistics.median(forward_times)
         result[f"{name}_backward_seconds"] = statistics.median(backward_times)
+    packing = []
+    for _ in range(args.repeats):
+        began = time.perf_counter()
+        aligned.sync()
+        packing.append(time.perf_counter() - began)
+    result["packing_seconds"] = statistics.median(packing)
     result["aligned_to_plain"] = result["aligned_step_seconds"] / result["plain_step_seconds"]
     return result
 
