@@ -275,6 +275,15 @@ def test_where_everything_is_equal_aok_launches_what_auto_does(monkeypatch: pyte
     assert all(entry["instead_of"] == [] for entry in classes) and len(classes) == 6
 
 
+def test_kernels_of_libraries_are_never_aok() -> None:
+    from tokenspeed.kernels.flashinfer_specs import flashinfer_specs
+    from tokenspeed.kernels.registry import fixed_order
+
+    assert {spec.solution for spec in fixed_order(flashinfer_specs(None))} == {"flashinfer"}
+    fixed = {spec.op for spec in triton_registry().specs if spec.solution == "aok"}
+    assert fixed == {spec.op for spec in triton_registry().specs}
+
+
 # --- digests of source ----------------------------------------------------------------------------
 
 _MODULE = """
