@@ -149,6 +149,8 @@ def test_the_builder_says_how_to_install_it(lean_python: Path, tiny_checkpoint: 
 RUNS_CODE_FROM_DATA = {"pickle", "dill", "cloudpickle", "joblib", "shelve", "marshal", "torch", "runpy", "code"}
 
 
+TRAINER = ROOT / "tokenspeed" / "trainer"
+"""Works on a PyTorch model, so it imports torch."""
 OWN_SOURCE = {"tokenspeed/compile/triton_language.py": {"compile", "exec"}}
 """The interpreter of Triton kernels rewrites this package's own functions, as Triton does; builders and tests only."""
 
@@ -175,7 +177,18 @@ def test_no_pickle_and_no_code_from_data(path: Path) -> None:
             continue
         else:
             continue
+        if TRAINER in path.parents:
+            names -= {"torch"}
         assert names.isdisjoint(RUNS_CODE_FROM_DATA), f"{path}:{node.lineno} imports {names & RUNS_CODE_FROM_DATA}"
+
+
+@pytest.mark.parametrize("path", sorted(TRAINER.rglob("*.py")), ids=lambda p: p.name)
+def test_the_trainer_computes_with_torch_and_reads_no_file_with_it(path: Path) -> None:
+    uses = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "torch":
+            uses.add(node.attr)
+    assert uses.isdisjoint({"load", "jit", "hub", "package", "export", "compile"}), uses
 
 
 def test_chat_templates_run_in_the_immutable_sandbox() -> None:

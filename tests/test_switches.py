@@ -126,6 +126,20 @@ def test_the_tree_is_printed_with_values_sources_and_what_they_change() -> None:
         assert switch.path.rpartition(".")[2] in tree
 
 
+def test_json_has_the_place_of_a_switch_and_what_it_changes() -> None:
+    data = switches.annotated(make(batch_invariance="on").to_json())
+    assert data["batch_invariance"] == {
+        "value": True, "source": "flag", "path": "invariance.batch", "changes": "activations",
+    }  # fmt: skip
+    assert data["dtype"] == {"value": "bfloat16", "source": "default"}
+
+
+def test_the_summary_names_what_somebody_chose() -> None:
+    assert make().describe(tree=False).endswith("\nnumerics auto (default)")
+    text = make(numerics="rl-bitwise", logprob_order="megatron").describe(tree=False)
+    assert text.endswith("\nnumerics rl-bitwise (flag): logprob_order=megatron")
+
+
 def test_pins_of_solutions() -> None:
     assert pinned_solutions(make(), {"linear": "native"}) == {"linear": "native"}
     assert pinned_solutions(make(sampling_backend="native"), {}) == {"sample": "native"}

@@ -161,8 +161,9 @@ class Envelope:
             raise EnvelopeError(f"the stored envelope is incomplete: it lacks {e}") from None
         return cls(MappingProxyType(settings))
 
-    def describe(self) -> str:
-        """One line a field: value, who set it, what it promises; then the tree of numerics switches."""
+    def describe(self, *, tree: bool = True) -> str:
+        """One line a field: value, who set it, what it promises; then the tree of numerics switches, or, without
+        ``tree``, one line of those that are not at their defaults."""
         plain = [f for f in FIELDS if f.name not in switches.BY_NAME and f.name != "numerics"]
         rows = [
             (f.name, switches.shown(self.settings[f.name].value), self.settings[f.name].source, f.doc) for f in plain
@@ -174,7 +175,8 @@ class Envelope:
         )
         values = {name: setting.value for name, setting in self.settings.items()}
         sources = {name: setting.source for name, setting in self.settings.items()}
-        return f"{fields}\n\n{switches.describe(values, sources, self.numerics)}"
+        told = switches.describe if tree else switches.summary
+        return f"{fields}\n\n{told(values, sources, self.numerics)}"
 
 
 def read_recipe(path: Path) -> dict[str, Any]:

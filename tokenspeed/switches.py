@@ -163,12 +163,16 @@ def describe(values: Mapping[str, Any], sources: Mapping[str, str], mode: str, *
     )
 
 
-def tree_json(values: Mapping[str, Any], sources: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The tree for machines, in its order."""
-    return [
-        {"switch": s.name, "path": s.path, "value": values[s.name], "source": sources[s.name], "changes": s.changes}
-        for s in SWITCHES
-    ]  # fmt: skip
+def summary(values: Mapping[str, Any], sources: Mapping[str, str], mode: str) -> str:
+    """The mode, and the switches that somebody has set, in one line."""
+    words = [f"{s.name}={shown(values[s.name])}" for s in SWITCHES if sources[s.name] not in ("default", "tightened")]
+    return f"numerics {mode} ({sources['numerics']}){': ' if words else ''}{', '.join(words)}"
+
+
+def annotated(fields: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """An envelope as JSON, its switches with their place in the tree and what another value changes."""
+    more = {s.name: {"path": s.path, "changes": s.changes} for s in SWITCHES}
+    return {name: {**field, **more.get(name, {})} for name, field in fields.items()}
 
 
 def _branch(index: int) -> str:

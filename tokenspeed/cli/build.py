@@ -99,7 +99,7 @@ def _run(args: argparse.Namespace) -> int:
             args.checkpoint, flags=flags, recipe=args.recipe, dummy_weights=args.dummy_weights
         )
         if args.json:
-            print_json(envelope.to_json())
+            print_json(switches.annotated(envelope.to_json()))
         else:
             print(envelope.describe())
         return 0

@@ -113,7 +113,7 @@ def _print(decision: dict[str, Any], *, everywhere: bool) -> None:
 def _print_class(proven: Mapping[str, Any]) -> None:
     """A bitwise equivalence class: its members, those in use, those that are not in it."""
     print(f"\nbitwise class of {proven['op']} {proven['dtype']} ({'; '.join(proven['shapes'])})")
-    where = f"by {proven['proven_by']} on {proven['device']}, {proven['date']}"
+    where = f"by {proven['proven_by']} on {', '.join(filter(None, (proven['device'], proven['date'])))}"
     print(f"  proven    {where}: {proven['rows']} rows of each")
     for member in proven["members"]:
         print(f"  {'used' if member in proven['used'] else 'equal':<10}{_member(member)}")

@@ -81,7 +81,7 @@ def _print(artifact: Artifact, *, full: bool) -> None:
           f" of {model.head_dim}, vocabulary {model.vocab_size}")  # fmt: skip
     print(f"  from {model.checkpoint_kind} sha256:{model.checkpoint_sha256}")
     print("\nenvelope")
-    print("\n".join("  " + line for line in manifest.envelope.describe().splitlines()))
+    print("\n".join("  " + line for line in manifest.envelope.describe(tree=full).splitlines()))
     for section in manifest.targets:
         print(f"\ntarget {section.target}: kernels {section.kernel_library} ABI {section.kernel_abi}")
         if section.target in proofs:
@@ -97,7 +97,7 @@ def _print(artifact: Artifact, *, full: bool) -> None:
 
 
 def _print_proofs(classes: Sequence[Mapping[str, Any]]) -> None:
-    by = sorted({f"by {c['proven_by']} on {c['device']}, {c['date']}" for c in classes})
+    by = sorted({f"by {c['proven_by']} on {', '.join(filter(None, (c['device'], c['date'])))}" for c in classes})
     print(f"  proofs    {len(classes)} bitwise classes, proven {'; '.join(by)} (`tokenspeed explain`)")
 
 

@@ -56,6 +56,8 @@ def _merged(found: list[tuple[ProvenClass, str, Choice]]) -> list[dict[str, Any]
             (proven.identity, proven.shapes),
             {**proven.to_json(), "key": dict(proven.key), "used": [], "instead_of": [], "proven_by": by},
         )
+        if by == "build":
+            entry["date"] = ""  # tomorrow's build is the same artifact
         for name, members in (("used", choice.members), ("instead_of", choice.instead_of)):
             _add(entry[name], members)
     return list(entries.values())
