@@ -12,7 +12,7 @@ from tokenspeed.runtime.invariance.plan import ALONE
 
 CHUNK_SHARES = (1, 2, 3, 4)
 """Of ten cases, how many go to each engine of leg chunks, the one with the smallest steps first."""
-_PREEMPTED_SHARE = 0.4
+_PREEMPTED_SHARE = 0.25
 """KV pages of leg preempted, of what the cases would like to have at once."""
 
 
