@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,11 @@ from trainer_cases import (
 )
 
 from tokenspeed import trainer
+from tokenspeed.compile.derive import rope_parameters
+from tokenspeed.compile.program import Program
 from tokenspeed.errors import UsageError
 from tokenspeed.trainer import Aligned
+from tokenspeed.trainer.new_model import load_weights, model_config
 
 LENGTHS = (37, 5, 64, 1, 23, 2, 48, 16, 16, 3)
 """Several steps, one of them full to the last token; a sequence of one token has nothing to score."""
@@ -297,6 +301,40 @@ def test_a_model_in_bfloat16_computes_in_the_artifacts_dtype(
     aligned.logprobs(**pack(sequences)).sum().backward()
     assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
     aligned.detach()
+
+
+def test_a_model_that_is_not_of_transformers(aligned: Aligned, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The network in plain PyTorch that a benchmark falls back to: the same outputs, and the same bits when aligned."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+    plain_llama = importlib.import_module("plain_llama")
+    program = Program.from_json(aligned.artifact.read("program.json").decode())
+    model = plain_llama.PlainLlama(model_config(program), *rope_parameters(program))
+    load_weights(aligned.artifact, program, dict(model.named_parameters()))
+    ids = random_ids(40)[0][None]
+    with torch.no_grad():
+        with aligned.own_forward():
+            assert (model(ids).logits - aligned.model(input_ids=ids).logits).abs().max() < 1e-4
+        other = trainer.align(model, aligned.artifact)
+        output = model(ids, labels=ids)
+        assert isinstance(output, trainer.CausalOutput) and torch.equal(output.logits, aligned.model(ids).logits)
+        assert torch.equal(other.logprobs(ids), aligned.logprobs(ids))
+    other.detach()
+
+
+def test_a_new_model_has_the_artifacts_shape_and_weights(
+    checkpoints: dict[str, Path], artifacts: dict[tuple[str, str], Path]
+) -> None:
+    model, expected = trainer.new_model(artifacts["mistral", "float32"]), hf_model(checkpoints["mistral"])
+    have = dict(model.named_parameters())
+    assert have.keys() == dict(expected.named_parameters()).keys()
+    assert all(torch.equal(have[name], p) for name, p in expected.named_parameters())
+    ids = random_ids(30)[0][None]
+    with torch.no_grad():
+        assert (model(input_ids=ids).logits - expected(input_ids=ids).logits).abs().max() < 1e-5
+    low = trainer.new_model(artifacts["other orders", "bfloat16"], dtype=torch.bfloat16)
+    assert {p.dtype for p in low.parameters()} == {
+        torch.bfloat16
+    } and low.lm_head.weight is low.model.embed_tokens.weight
 
 
 def test_steps_hold_what_the_limits_say(aligned: Aligned) -> None:
