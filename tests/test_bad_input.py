@@ -232,7 +232,7 @@ def test_callers_that_change_their_prompt_or_abort_nonsense_end_nobody_else(engi
         if event.finish_reason is not None:
             ended.set()
 
-    with engine._wake:  # the engine's thread cannot read it yet
+    with engine._inbox.wake:  # the engine's thread cannot read it yet
         engine.submit(prompt, SamplingParams(max_tokens=1), sink)
         prompt[:] = ["x"]  # type: ignore[list-item]
     assert ended.wait(10)

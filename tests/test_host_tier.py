@@ -18,9 +18,10 @@ from tokenspeed import _native
 from tokenspeed.compile.build import build
 from tokenspeed.errors import ResourceError, UsageError
 from tokenspeed.runtime import loader
-from tokenspeed.runtime.engine import MOVE_FAILURES, Engine
+from tokenspeed.runtime.engine import Engine
 from tokenspeed.runtime.loader import Loaded, LoadOptions
 from tokenspeed.runtime.request import EngineEvent, FinishReason, SamplingParams
+from tokenspeed.runtime.stepper import MOVE_FAILURES
 
 GIB = 1 << 30
 NUM_PAGES, NUM_HOST_PAGES, PAGE_SIZE = 16, 96, 32

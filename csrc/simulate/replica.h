@@ -1,6 +1,6 @@
 // One replica: a scheduler and a device that takes its time, in virtual time.
 //
-// It does what the engine's loop does (tokenspeed/runtime/engine.py): it plans when a step commits, as far ahead as
+// It does what the engine's loop does (tokenspeed/runtime/stepper.py): it plans when a step commits, as far ahead as
 // max_in_flight says, and while nothing is in flight whenever a request arrives. A step starts when it is planned and
 // the one before has ended, and commits when it ends. Of things at the same time the end of a step comes first.
 #pragma once

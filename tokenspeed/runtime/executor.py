@@ -22,6 +22,11 @@ _FORMATS: dict[str, Any] = {"int32": "i", "int64": "q", "uint64": "Q", "float32"
 DeviceError = _native.DeviceError
 
 
+def is_lost(error: Exception) -> bool:
+    """Whether a device has stopped working for good."""
+    return isinstance(error, _native.DeviceLostError)
+
+
 class MoveError(DeviceError):
     """Pages could not be moved between the device and the host; the step for which they were to move did not start."""
 

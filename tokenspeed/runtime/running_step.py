@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from tokenspeed.runtime import trace
-from tokenspeed.runtime.executor import DeviceError, InFlight, StepOutputs
+from tokenspeed.runtime.executor import DeviceError, InFlight
 from tokenspeed.runtime.guard import HostTimes, StepParts
-from tokenspeed.runtime.request import TokenLogprobs
-from tokenspeed.step import MAX_TOP_LOGPROBS
 
 
 @dataclass(slots=True)
@@ -33,14 +31,3 @@ class RunningStep:
             running.add("submit", self.planned, self.submitted, **sizes)
             running.add("commit", done, committed, **sizes)
             running.add("step", self.submitted, done, track=trace.DEVICE_TRACK, **sizes)
-
-
-def logprobs_of(outputs: StepOutputs, row: int, top: int) -> TokenLogprobs:
-    """Of one logit row: the drawn token and the ``top`` likeliest ones."""
-    at = row * MAX_TOP_LOGPROBS
-    return TokenLogprobs(
-        outputs.tokens[row],
-        outputs.logprob[row],
-        outputs.rank[row],
-        tuple((outputs.top_ids[i], outputs.top_logprobs[i]) for i in range(at, at + top)),
-    )
