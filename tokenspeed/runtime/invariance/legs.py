@@ -12,8 +12,9 @@ from tokenspeed.runtime.invariance.plan import ALONE
 
 CHUNK_SHARES = (1, 2, 3, 4)
 """Of ten cases, how many go to each engine of leg chunks, the one with the smallest steps first."""
-_PREEMPTED_SHARE = 0.25
-"""KV pages of leg preempted, of what the cases would like to have at once."""
+_PREEMPTED_SHARES = (0.25, 0.4, 0.6, 0.8)
+"""KV pages of leg preempted, of what the cases would like to have at once. Too many, and all find room; too few, and
+one that has begun keeps the others waiting: neither pushes anybody back. The first share that does counts."""
 
 
 @dataclass
@@ -105,18 +106,18 @@ def preempted(bench: Bench, seed: int, done: Done) -> LegRuns:
 
 
 def _preempted(bench: Bench, items: Sequence[Item], prefix_index: bool, done: Done) -> Run:
-    """In an engine with ever fewer pages, until requests are pushed back."""
+    """In engines with more and more pages, until requests are pushed back."""
     needs = sorted((bench.pages_of(bench.cases[item.case]) for item in items if item.case is not None), reverse=True)
     wanted = sum(needs[: bench.envelope.max_num_seqs])
-    num_pages = max(needs[0], min(bench.most_pages, int(_PREEMPTED_SHARE * wanted)))
-    while True:
+    sizes = (max(needs[0], min(bench.most_pages, int(share * wanted))) for share in _PREEMPTED_SHARES)
+    run = Run()
+    for num_pages in dict.fromkeys(sizes):
         run = Run()
         with bench.engine(run, num_pages=num_pages, prefix_index=prefix_index) as engine:
             run_together(engine, items, run, done)
-        fewer = max(needs[0], num_pages * 2 // 3)
-        if run.preemptions or fewer == num_pages:
-            return run
-        num_pages = fewer
+        if run.preemptions:
+            break
+    return run
 
 
 def cached(bench: Bench, seed: int, done: Done) -> LegRuns:
