@@ -29,6 +29,7 @@ the usual walk:
   tokenspeed run artifacts/mymodel "Hello"            complete one prompt, or chat when none is given
   tokenspeed serve artifacts/mymodel                  answer OpenAI clients over HTTP
   tokenspeed bench artifacts/mymodel                  measure it against this machine's ceilings
+  tokenspeed invariance artifacts/mymodel             show that its bits never depend on the batch, and attest it
 
 `tokenspeed COMMAND --help` explains each command with examples.
 """
