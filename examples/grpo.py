@@ -108,7 +108,7 @@ class Server:
 @contextmanager
 def serving(args: argparse.Namespace, weights: Path) -> Iterator[Server]:
     """A server process that takes weights from the folder ``weights``."""
-    command = [sys.executable, "-m", "tokenspeed", "serve", str(args.artifact), "--port", "0", "--kv-gib", "0.5",
+    command = [sys.executable, "-P", "-m", "tokenspeed", "serve", str(args.artifact), "--port", "0", "--kv-gib", "0.5",
                "--allow-weight-updates", str(weights)]  # fmt: skip
     command += [] if args.threads is None else ["--threads", str(args.threads)]
     command += [] if args.unattested is None else ["--unattested", args.unattested]

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 import pytest
 from tiny_artifact import cli_environment, command
 
+import tokenspeed
 from tokenspeed import __version__
 from tokenspeed.artifact import Artifact
 from tokenspeed.cli import main
@@ -75,6 +77,18 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> R
 
 
 # ---- build ----------------------------------------------------------------------------------------------------
+
+
+def test_sources_without_the_native_module_say_so(tmp_path: Path) -> None:
+    """What Python finds in a checkout from which the package was installed."""
+    (tmp_path / "tokenspeed").mkdir()
+    (tmp_path / "tokenspeed" / "__init__.py").write_bytes(Path(tokenspeed.__file__).read_bytes())
+    done = subprocess.run(
+        [sys.executable, "-c", "from tokenspeed import _native"], cwd=tmp_path,
+        capture_output=True, text=True, timeout=60, env=cli_environment(PYTHONSAFEPATH=""),
+    )  # fmt: skip
+    assert done.returncode == 1 and "tokenspeed needs its native module, and" in done.stderr
+    assert f"{tmp_path}/tokenspeed has none" in done.stderr and "python -P" in done.stderr
 
 
 def test_build_with_defaults_goes_to_artifacts_by_name(

@@ -6,12 +6,14 @@ from __future__ import annotations
 import json
 import math
 import runpy
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_artifact import cli, tiny, write_checkpoint
+from tiny_artifact import cli, cli_environment, tiny, write_checkpoint
 
 from tokenspeed.artifact import Artifact
 from tokenspeed.cli import main
@@ -96,6 +98,17 @@ def test_a_part_is_reported_and_not_attested(honest: Path) -> None:
     assert "equal to the last bit; not attested, as it lacks legs repeated, preempted, cached, process" in done.stdout
     assert "4 prompts of the 8" in done.stdout and "8 tokens a reply of the 16" in done.stdout
     assert attestations() == before
+
+
+def test_the_fresh_process_runs_the_same_package(honest: Path, tmp_path: Path) -> None:
+    """Also in a folder with sources of another one, as is a checkout from which TokenSpeed was installed."""
+    (tmp_path / "tokenspeed").mkdir()
+    (tmp_path / "tokenspeed" / "__init__.py").write_text("raise SystemExit('not this one')\n")
+    args = ("invariance", str(honest), "--prompts", "1", "--tokens", "2", "--legs", "process", "--json")
+    command, env = [sys.executable, "-P", "-m", "tokenspeed", *args], cli_environment(PYTHONSAFEPATH="")
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=env, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [leg["verdict"] for leg in json.loads(done.stdout)["legs"]] == ["reference", "equal"]
 
 
 def test_a_leg_that_is_not_what_it_stands_for_proves_nothing(honest: Path, tmp_path: Path) -> None:

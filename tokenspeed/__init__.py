@@ -35,6 +35,20 @@ __all__ = ["AsyncLLM", "Engine", "RequestOptions", "SamplingParams", "__version_
 def __getattr__(name: str) -> Any:
     if name == "trainer":  # a package of its own, which needs PyTorch
         return import_module("tokenspeed.trainer")
+    if name == "_native":  # asked for before its file is looked for
+        return _native_module()
     if name not in _HOMES:
         raise AttributeError(f"module 'tokenspeed' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)
+
+
+def _native_module() -> Any:
+    try:
+        return import_module("tokenspeed._native")
+    except ModuleNotFoundError as e:
+        raise ImportError(
+            f"tokenspeed needs its native module, and {__path__[0]} has none: these are sources, which Python finds"
+            " before an installed package where it runs in their folder; install the package (`pip install .`) and run"
+            " elsewhere, or with `python -P`",
+            name=e.name,
+        ) from None

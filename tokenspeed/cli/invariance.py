@@ -106,7 +106,7 @@ def _plan(args: argparse.Namespace) -> Plan:
 
 def _worker(args: argparse.Namespace, folder: Path) -> list[str]:
     """The command line of a process that runs leg process."""
-    command = [sys.executable, "-m", "tokenspeed", "invariance", str(args.artifact), "--worker", str(folder)]
+    command = [sys.executable, "-P", "-m", "tokenspeed", "invariance", str(args.artifact), "--worker", str(folder)]
     for name in _LOADING:
         value = getattr(args, name)
         if value is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import subprocess
 from collections.abc import Callable, Sequence
@@ -28,7 +29,9 @@ def run_process(command: Command, folder: Path, cases: Sequence[Case], seed: int
     Raises EngineFailedError if it fails.
     """
     (folder / _JOB).write_text(json.dumps({"seed": seed, "cases": [asdict(case) for case in cases]}))
-    done = subprocess.run([*command(folder)], stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = subprocess.run(
+        [*command(folder)], stdin=subprocess.DEVNULL, capture_output=True, text=True, env=same_package()
+    )
     if done.returncode != 0:
         said = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()
         raise EngineFailedError(f"the process of leg process failed: {' '.join(said[-2:])}")
@@ -37,6 +40,13 @@ def run_process(command: Command, folder: Path, cases: Sequence[Case], seed: int
     counts = {name: int(result[name]) for name in ("steps", "preemptions", "cached_tokens")}
     run = Run(outcomes, recording=Recording.read(folder / _STEPS), **counts)
     return LegRuns([run])
+
+
+def same_package() -> dict[str, str]:
+    """The environment in which ``python -P`` finds this very package, and not what lies in the current folder: the
+    sources of a checkout from which it was installed have no native module."""
+    paths = [str(Path(__file__).resolve().parents[3]), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
 def work(path: str, options: LoadOptions, folder: Path) -> None:
