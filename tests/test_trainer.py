@@ -206,6 +206,22 @@ def test_weights_that_an_optimizer_changed_are_the_next_forwards(
     assert torch.equal(aligned.logprobs(**pack(sequences)), before)
 
 
+def test_a_fused_optimizers_steps_are_the_next_forwards(aligned: Aligned) -> None:
+    """They write to the parameters without counting their versions."""
+    ids, before = random_ids(20)[0][None], copy.deepcopy(aligned.model.state_dict())
+    versions = [p._version for p in aligned.model.parameters()]
+    optimizer = torch.optim.AdamW(aligned.model.parameters(), lr=1e-2, fused=True)
+    old = aligned.logprobs(ids)
+    old.sum().backward()
+    optimizer.step()
+    assert [p._version for p in aligned.model.parameters()] == versions, "what this test is about"
+    new = aligned.logprobs(ids)
+    aligned.sync()
+    assert torch.equal(new, aligned.logprobs(ids)) and not torch.equal(new, old)
+    aligned.model.load_state_dict(before)
+    assert torch.equal(aligned.logprobs(ids), old)
+
+
 def test_weights_written_behind_torchs_back_need_sync(aligned: Aligned) -> None:
     sequences = random_ids(30)
     with torch.no_grad():

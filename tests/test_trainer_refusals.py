@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -112,6 +113,8 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda model: model.model.layers.pop(1), r"the model has no parameter model.layers.1.input_layernorm.weight"),
     (set_config("rms_norm_eps", 1e-6), r"its config's rms_norm_eps is 1e-06, the other's 1e-05"),
     (set_config("num_attention_heads", 2), r"its config's num_attention_heads is 2, the other's 4"),
+    (set_config("model_type", "granite"), r"the model's config has model_type 'granite', which artifacts do not"),
+    (lambda model: model.to(torch.bfloat16), r"frequencies of model.rotary_emb.inv_freq are torch.bfloat16; they must"),
     (set_config("hidden_act", "gelu"), r"its config's hidden_act is 'gelu', the other's 'silu'"),
     (set_config("sliding_window", 128), r"its config's sliding_window is 128, the other's 'none up to max_model_len"),
 ]  # fmt: skip
@@ -164,6 +167,8 @@ CALLS: list[tuple[dict[str, Any], str]] = [
     ({"return_dict": False}, "the aligned model has no return_dict"),
     ({"input_ids": None}, "needs input_ids"),
     ({"input_ids": IDS[0]}, r"input_ids are torch.int64\[8\]; they must be whole numbers \[B, L\]"),
+    ({"input_ids": IDS[:0]}, r"input_ids are torch.int64\[0, 8\]; they must be whole numbers \[B, L\]"),
+    ({"input_ids": IDS.bool()}, r"input_ids are torch.bool\[1, 8\]; they must be whole numbers"),
     ({"input_ids": IDS + 283}, r"input_ids go from \d+ to \d+; they must be tokens below 283"),
     ({"labels": IDS + 283}, r"labels go from \d+ to \d+; they must be tokens below 283"),
     ({"labels": IDS[:, 1:]}, r"labels are \[1, 7\]; they must be \[1, 8\]"),
@@ -191,6 +196,7 @@ def test_harmless_arguments_pass(aligned: Aligned) -> None:
 @pytest.mark.parametrize(("arguments", "message"), [
     ({"cu_seqlens": [0, 8], "attention_mask": torch.ones(8)}, "give one of them"),
     ({"cu_seqlens": [0, 4, 4, 8]}, "cu_seqlens must rise from 0 to the 8 tokens"),
+    ({"cu_seqlens": [0, 3.5, 8]}, "cu_seqlens must rise from 0 to the 8 tokens"),
     ({"cu_seqlens": [0, 7]}, "cu_seqlens must rise from 0 to the 8 tokens"),
     ({"cu_seqlens": [0, 8], "mask": torch.ones(7)}, r"mask is \[7\]; it must be \[8\]"),
     ({}, r"input_ids are torch.int64\[8\]; they must be whole numbers \[B, L\]"),
@@ -229,7 +235,59 @@ def test_a_model_that_changed_since_it_was_aligned(aligned: Aligned) -> None:
     with pytest.raises(UsageError, match=r"parameter model.layers.0.mlp.adapter.weight of the model was added"):
         aligned.logprobs(IDS)
     del mlp.adapter
+    handle = mlp.register_forward_hook(lambda module, args, output: output)
+    with pytest.raises(UsageError, match=r"module model.layers.0.mlp \(LlamaMLP\) has hooks"):
+        model(IDS)
+    handle.remove()
     assert torch.isfinite(aligned.logprobs(IDS)).all()
+    model.half()
+    with pytest.raises(UsageError, match=r"parameter model.embed_tokens.weight became torch.float16"):
+        model(IDS)
+
+
+def test_copies_of_an_aligned_model(aligned: Aligned) -> None:
+    """They would compute with the weights of the model that they were made of."""
+    model, message = aligned.model, "an aligned model can be neither copied nor pickled"
+    with pytest.raises(UsageError, match=message):
+        copy.deepcopy(model)
+    with pytest.raises(UsageError, match=message):
+        torch.save(model, io.BytesIO())
+    with aligned.own_forward():
+        reference = copy.deepcopy(model)
+    with torch.no_grad():
+        model.model.norm.weight.mul_(2)
+        other = trainer.align(reference, aligned.artifact, threads=1)
+        assert not torch.equal(model(IDS).logits, reference(IDS).logits)
+    other.detach()
+
+
+def test_what_comes_after_a_detach(model: Any, artifact: Artifact, tmp_path: Path) -> None:
+    aligned = trainer.align(model, artifact, threads=1)
+    loss = aligned.logprobs(IDS).sum()
+    with aligned.own_forward():
+        aligned.detach()
+    assert "forward" not in vars(model)
+    aligned.detach()
+    for late in (
+        loss.backward,
+        aligned.sync,
+        lambda: aligned.save_weights(tmp_path / "w"),
+        lambda: aligned.forward(IDS),
+    ):
+        with pytest.raises(UsageError, match="the model was detached from the artifact"):
+            late()
+    with aligned.own_forward() as own, aligned.own_forward():
+        assert own is model
+
+
+def test_a_backward_after_a_step_that_torch_counts_no_versions_of(aligned: Aligned) -> None:
+    model = aligned.model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    kept = aligned.logprobs(IDS).sum()
+    aligned.logprobs(IDS).sum().backward()
+    optimizer.step()
+    with pytest.raises(UsageError, match="an optimizer changed the weights between forward and backward"):
+        kept.backward()
 
 
 def test_an_artifact_that_promises_less_says_so(

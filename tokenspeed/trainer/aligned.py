@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import logging
 import os
-from collections.abc import Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from tokenspeed.artifact import Artifact, TargetSection, choose_target
 from tokenspeed.compile.program import Program
@@ -31,6 +33,24 @@ from tokenspeed.trainer.steps import cut
 from tokenspeed.trainer.weights_file import write_weights_file
 
 _log = logging.getLogger("tokenspeed.trainer")
+
+
+class AlignedForward:
+    """What stands in for a model's forward. A copy of the model would compute with the weights of this one, so there
+    is none: neither by ``copy.deepcopy`` nor by pickling."""
+
+    def __init__(self, compute: Callable[..., Any], own: Callable[..., Any]):
+        self._compute = compute
+        self.__signature__ = inspect.signature(own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._compute(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise UsageError(
+            "an aligned model can be neither copied nor pickled: the copy would compute with this model's weights",
+            hint="do it inside own_forward(), and align the copy; state_dict() and save_pretrained() work as ever",
+        )
 
 
 @dataclass
@@ -109,7 +129,8 @@ class Aligned:
         self._replayer = replayer
         self._gradients = gradients
         self._runner = Runner(replayer, parameters, device_of(parameters.tensors))
-        self._packed: tuple[tuple[int, int], ...] = ()  # (address, version) of the parameters that are packed
+        self._optimizer_steps = 0  # that changed the parameters: fused ones do not count their versions
+        self._packed: tuple[tuple[int, int], ...] = ()  # what _versions() was of the weights that are packed
         envelope = artifact.manifest.envelope
         self.promised = bool(envelope.switch("trainer_alignment") and envelope.switch("batch_invariance"))
         if not self.promised:
@@ -118,8 +139,9 @@ class Aligned:
                 " in every batch is promised by --numerics rl-bitwise only",
                 artifact.path,
             )
-        self._own_forward = model.forward
+        self._forward = AlignedForward(self.forward, model.forward)
         self._detached = False
+        self._watch_optimizers()
         self._attach()
 
     # -- the forward -------------------------------------------------------------------------------------
@@ -180,8 +202,7 @@ class Aligned:
         return self._output(loss, asked.kept(logits))
 
     def _score(self, asked: Asked, *, logits: bool) -> tuple[Tensor, Tensor | None]:
-        if self._detached:
-            raise UsageError("the model was detached from the artifact", hint="align it again")
+        self._check_attached()
         check_same(self.model, self._parameters.tensors, self._runner.device)
         program = self._parameters.program
         inputs.check_batch(asked.batch, program.metadata.integer("vocab_size"), program.max_model_len)
@@ -196,8 +217,25 @@ class Aligned:
         scored = Scored(asked.batch, cut(asked.batch, self._replayer.limits, may_split=not wants_gradients), logits)
         if not wants_gradients:
             return self._runner.forward(scored)
-        logprobs, rows = Replay.apply(self._runner, scored, trained, *(self._parameters.tensors[n] for n in trained))
+        logprobs, rows = Replay.apply(
+            self._runner, scored, self._guard(), trained, *(self._parameters.tensors[n] for n in trained)
+        )
         return logprobs, rows
+
+    def _guard(self) -> Callable[[], None]:
+        """Refuses a backward that comes too late. Weights whose versions torch counts it refuses by itself."""
+        steps = self._optimizer_steps
+
+        def check() -> None:
+            self._check_attached()
+            if self._optimizer_steps != steps:
+                raise UsageError(
+                    "an optimizer changed the weights between forward and backward: gradients are of the weights that"
+                    " the forward had",
+                    hint="compute the log-probabilities again",
+                )
+
+        return check
 
     def _output(self, loss: Tensor | None, logits: Tensor) -> Any:
         if not type(self.model).__module__.startswith("transformers."):
@@ -210,7 +248,9 @@ class Aligned:
 
     def sync(self) -> None:
         """Pack the model's parameters for the kernels. A forward does so by itself where a parameter has changed by
-        torch's count of its versions; what is written behind torch's back, as through ``.data``, needs this call."""
+        torch's count of its versions, and after a step of a torch optimizer that has one; what is written behind
+        torch's back, as through ``.data``, needs this call."""
+        self._check_attached()
         self._runner.forget()
         pack(self._parameters, self._replayer.plan.values.weights, self._replayer.device.weights)
         self._replayer.device.settle_weights()
@@ -221,7 +261,26 @@ class Aligned:
             self.sync()
 
     def _versions(self) -> tuple[tuple[int, int], ...]:
-        return tuple((p.data_ptr(), p._version) for p in self._parameters.tensors.values())
+        """What tells weights from other ones: each parameter's address and version, and steps of optimizers."""
+        versions = ((p.data_ptr(), p._version) for p in self._parameters.tensors.values())
+        return (*versions, (0, self._optimizer_steps))
+
+    def _watch_optimizers(self) -> None:
+        """Count the steps of optimizers that have a parameter of the model: fused ones write to parameters without
+        counting their versions. Nothing is kept alive by it."""
+        watched = {id(parameter) for parameter in self._parameters.tensors.values()}
+        myself = weakref.ref(self)
+
+        def stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+            aligned = myself()
+            if aligned is not None and any(id(p) in watched for g in optimizer.param_groups for p in g["params"]):
+                aligned._optimizer_steps += 1
+
+        self._unwatch = weakref.finalize(self, register_optimizer_step_post_hook(stepped).remove)
+
+    def _check_attached(self) -> None:
+        if self._detached:
+            raise UsageError("the model was detached from the artifact", hint="align it again")
 
     def load_weights(self) -> None:
         """Give the model the artifact's weights, rounded to the parameters' dtypes: those that a fresh engine has."""
@@ -230,34 +289,35 @@ class Aligned:
     def save_weights(self, path: str | os.PathLike[str]) -> Path:
         """Write the model's weights as the file that an engine of the artifact updates its own from
         (``Engine.update_weights``): packed, under the header of the artifact's weight file."""
+        self._check_attached()
         self._sync_changed()
         return write_weights_file(self.artifact, self._replayer.plan.section, self._replayer.device.weights, Path(path))
 
     # -- the model ---------------------------------------------------------------------------------------
 
     def _attach(self) -> None:
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            return self.forward(*args, **kwargs)
-
-        forward.__signature__ = inspect.signature(self._own_forward)  # type: ignore[attr-defined]
-        self.model.forward = forward
+        self.model.forward = self._forward
 
     def _detach(self) -> None:
-        del self.model.forward
+        if vars(self.model).get("forward") is self._forward:
+            del self.model.forward
 
     @contextmanager
     def own_forward(self) -> Iterator[nn.Module]:
         """The model with its own forward, as for comparing the two."""
+        attached = vars(self.model).get("forward") is self._forward
         self._detach()
         try:
             yield self.model
         finally:
-            self._attach()
+            if attached and not self._detached:
+                self._attach()
 
     def detach(self) -> nn.Module:
         """Give the model its own forward back, and free what was allocated; returns the model."""
         if not self._detached:
             self._detached = True
             self._detach()
+            self._unwatch()
             self._replayer.close()
         return self.model

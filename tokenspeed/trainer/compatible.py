@@ -19,6 +19,9 @@ from tokenspeed.errors import UsageError
 LM_HEAD = "lm_head.weight"
 """What transformers calls a head of its own."""
 DTYPES = (torch.float32, torch.bfloat16)
+_MODEL_TYPES = ("llama", "mistral")
+"""Of transformers, that compute what a Program of the Llama family does. Others have parameters of the same names and
+shapes, and scale, rotate or normalize in ways of their own."""
 _ACTIVATIONS = ("silu", "swish")
 _FREQUENCY_TOLERANCE = 1e-5
 """Relative: torch computes rotary frequencies in float32, a build in float64."""
@@ -30,11 +33,18 @@ def check_model(model: nn.Module, program: Program) -> dict[str, nn.Parameter]:
 
     Raises UsageError naming the first thing in which the two differ.
     """
-    _check_modules(model)
+    for name, module in model.named_modules():
+        _check_module(name, module)
     parameters = _check_parameters(model, program)
     config = getattr(model, "config", None)
     if config is None:
         raise UsageError("need a model with a config, as those of transformers have: it says what shapes do not")
+    kind = getattr(config, "model_type", None)
+    if kind and kind not in _MODEL_TYPES:
+        raise UsageError(
+            f"the model's config has model_type {kind!r}, which artifacts do not compute: they have"
+            f" {' and '.join(_MODEL_TYPES)}"
+        )
     for what, have, need in _facts(config, program):
         if have != need:
             raise UsageError(
@@ -46,7 +56,11 @@ def check_model(model: nn.Module, program: Program) -> dict[str, nn.Parameter]:
 
 
 def check_same(model: nn.Module, aligned: Mapping[str, Tensor], device: torch.device) -> None:
-    """Refuse a model whose parameters are not those that were ``aligned``: some came, went, or were replaced."""
+    """Refuse a model that was changed since its parameters were ``aligned``: some came, went, or were replaced; or
+    something was put into it that the kernels pass by. Its own forward and hooks are not looked at: they run."""
+    for name, module in model.named_modules():
+        if name:
+            _check_module(name, module)
     have = dict(model.named_parameters())
     for name in (*aligned, *have):
         if have.get(name) is not aligned.get(name):
@@ -56,6 +70,8 @@ def check_same(model: nn.Module, aligned: Mapping[str, Tensor], device: torch.de
             )
         if have[name].device != device:
             raise UsageError(f"parameter {name} went to {have[name].device}, and the artifact runs on {device}")
+        if have[name].dtype not in DTYPES:
+            raise UsageError(f"parameter {name} became {have[name].dtype}; it must be float32 or bfloat16")
 
 
 def check_training(model: nn.Module) -> None:
@@ -78,31 +94,30 @@ def check_training(model: nn.Module) -> None:
             )
 
 
-def _check_modules(model: nn.Module) -> None:
-    for name, module in model.named_modules():
-        where = f"module {name or 'of the model'} ({type(module).__name__})"
-        if any("lora" in part.lower() for part in (type(module).__name__, *module._modules, *module._parameters)):
-            raise UsageError(
-                f"{where} is a LoRA adapter: the artifact's kernels know the model's own weights only",
-                hint="merge the adapters into the weights, and train those",
-            )
-        if "parametrizations" in module._modules:
-            raise UsageError(
-                f"{where} has parametrized weights, which the artifact's kernels would not see",
-                hint="remove the parametrizations",
-            )
-        if "forward" in vars(module):
-            raise UsageError(
-                f"{where} has had its forward replaced, which the artifact's kernels would pass by",
-                hint="undo that; of a model that is aligned already, call detach() first",
-            )
-        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
-            raise UsageError(f"{where} is a linear layer of its own kind, which the artifact does not compute")
-        if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
-            raise UsageError(
-                f"{where} has hooks: they would not run, as the artifact's kernels compute the model as a whole",
-                hint="remove the hooks; sharding and offloading are not supported",
-            )
+def _check_module(name: str, module: nn.Module) -> None:
+    where = f"module {name or 'of the model'} ({type(module).__name__})"
+    if any("lora" in part.lower() for part in (type(module).__name__, *module._modules, *module._parameters)):
+        raise UsageError(
+            f"{where} is a LoRA adapter: the artifact's kernels know the model's own weights only",
+            hint="merge the adapters into the weights, and train those",
+        )
+    if "parametrizations" in module._modules:
+        raise UsageError(
+            f"{where} has parametrized weights, which the artifact's kernels would not see",
+            hint="remove the parametrizations",
+        )
+    if "forward" in vars(module):
+        raise UsageError(
+            f"{where} has had its forward replaced, which the artifact's kernels would pass by",
+            hint="undo that; of a model that is aligned already, call detach() first",
+        )
+    if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+        raise UsageError(f"{where} is a linear layer of its own kind, which the artifact does not compute")
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise UsageError(
+            f"{where} has hooks: they would not run, as the artifact's kernels compute the model as a whole",
+            hint="remove the hooks; sharding and offloading are not supported",
+        )
 
 
 def _check_parameters(model: nn.Module, program: Program) -> dict[str, nn.Parameter]:
@@ -183,6 +198,11 @@ def _check_rotary(model: nn.Module, program: Program) -> None:
         raise UsageError(f"the model has no buffer {_ROTARY}: its rotary embedding is of an unknown kind")
     for name, buffer in found.items():
         have = buffer.detach().double().cpu()
+        if buffer.dtype is not torch.float32:
+            raise UsageError(
+                f"the rotary frequencies of {name} are {buffer.dtype}; they must be float32",
+                hint="load the model with dtype=torch.bfloat16 rather than cast it: a cast rounds its buffers too",
+            )
         if have.shape != need.shape or not torch.allclose(have, need, rtol=_FREQUENCY_TOLERANCE, atol=0):
             raise UsageError(
                 f"the rotary frequencies of {name} are not the artifact's: need {_some(need)}, have {_some(have)}",

@@ -6,7 +6,7 @@ have changed meanwhile are refused; a step that still lies in the arena is not c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,13 +145,15 @@ class Runner:
 
 
 class Replay(torch.autograd.Function):
-    """``apply(runner, scored, names, *parameters)`` -> (logprobs, logits or None); gradients of ``parameters``, which
-    are called ``names``, that require them."""
+    """``apply(runner, scored, guard, names, *parameters)`` -> (logprobs, logits or None); gradients of ``parameters``,
+    which are called ``names``, that require them. ``guard`` raises where a backward comes too late."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Runner, scored: Scored, names: Sequence[str], *parameters: Tensor) -> Any:
+    def forward(
+        ctx: Any, runner: Runner, scored: Scored, guard: Callable[[], None], names: Sequence[str], *parameters: Tensor
+    ) -> Any:
         ctx.set_materialize_grads(False)
-        ctx.runner, ctx.scored, ctx.names = runner, scored, names
+        ctx.runner, ctx.scored, ctx.guard, ctx.names = runner, scored, guard, names
         ctx.save_for_backward(*parameters)  # refuses weights that were changed before the backward
         return runner.forward(scored)
 
@@ -159,10 +161,11 @@ class Replay(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> Any:
         dlogprobs, dlogits = upstream
+        ctx.guard()
         parameters = ctx.saved_tensors
         grads = ParameterGradients(
-            name for name, asked in zip(ctx.names, ctx.needs_input_grad[3:], strict=True) if asked
+            name for name, asked in zip(ctx.names, ctx.needs_input_grad[4:], strict=True) if asked
         )
         if dlogprobs is not None or dlogits is not None:
             ctx.runner.backward(ctx.scored, dlogprobs, dlogits, grads)
-        return None, None, None, *(grads.take(n, p) for n, p in zip(ctx.names, parameters, strict=True))
+        return None, None, None, None, *(grads.take(n, p) for n, p in zip(ctx.names, parameters, strict=True))

@@ -116,8 +116,12 @@ def for_logits(
     return Asked(batch, input_ids.shape, sequences.index[rows], None if counted is None else counted[rows], keep)
 
 
+def _whole(numbers: Tensor) -> bool:
+    return not (numbers.is_floating_point() or numbers.is_complex() or numbers.dtype is torch.bool)
+
+
 def _padded(input_ids: Tensor, attention_mask: Tensor | None) -> _Sequences:
-    if input_ids.dim() != 2 or input_ids.is_floating_point():
+    if input_ids.dim() != 2 or not _whole(input_ids) or not input_ids.numel():
         raise UsageError(f"input_ids are {input_ids.dtype}{list(input_ids.shape)}; they must be whole numbers [B, L]")
     if attention_mask is None:
         present = torch.ones(input_ids.shape, dtype=torch.bool)
@@ -140,13 +144,20 @@ def _padded(input_ids: Tensor, attention_mask: Tensor | None) -> _Sequences:
 
 
 def _packed(input_ids: Tensor, cu_seqlens: Tensor | Sequence[int]) -> _Sequences:
-    if input_ids.dim() != 1 or input_ids.is_floating_point():
+    if input_ids.dim() != 1 or not _whole(input_ids):
         raise UsageError(
             f"input_ids are {input_ids.dtype}{list(input_ids.shape)}; with cu_seqlens they must be whole numbers [N]"
         )
-    bounds = torch.as_tensor(cu_seqlens).cpu().long()
-    lengths = bounds.diff()
-    if bounds.dim() != 1 or len(bounds) < 2 or bounds[0] != 0 or bounds[-1] != len(input_ids) or (lengths < 1).any():
+    bounds = torch.as_tensor(cu_seqlens).cpu()
+    lengths = bounds.long().diff()
+    if (
+        not _whole(bounds)
+        or bounds.dim() != 1
+        or len(bounds) < 2
+        or bounds[0] != 0
+        or bounds[-1] != len(input_ids)
+        or (lengths < 1).any()
+    ):
         raise UsageError(
             f"cu_seqlens must rise from 0 to the {len(input_ids)} tokens of input_ids, by at least one token a sequence"
         )
