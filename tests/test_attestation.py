@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 from collections.abc import Callable
@@ -165,6 +166,22 @@ def test_one_that_does_not_hold_is_refused(
         load(artifact, options=ATTESTED)
     assert refused.value.message.startswith(NEEDED) and reason in refused.value.message
     assert refused.value.hint is not None and "tokenspeed invariance" in refused.value.hint
+
+
+def test_what_is_no_file_is_refused_at_once(artifact: Path) -> None:
+    """A pipe would wait for its writer, and a file may be larger than memory."""
+    path = attestation_of(artifact)
+    path.unlink()
+    for make, reason in (
+        (os.mkfifo, "is no attestation"),
+        (Path.mkdir, "cannot be read: Is a directory"),
+        (lambda path: path.symlink_to(path.name), "cannot be read: Too many levels"),
+        (lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_RDWR), 1 << 40), "has more than 1048576 bytes"),
+    ):
+        make(path)
+        with pytest.raises(AttestationError, match=reason):
+            load(artifact, options=ATTESTED)
+        path.rmdir() if path.is_dir() else path.unlink()
 
 
 def test_serve_refuses_without_one(artifact: Path) -> None:

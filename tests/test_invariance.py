@@ -145,10 +145,26 @@ def test_made_prompts_are_of_many_kinds() -> None:
 
 def test_prompts_of_a_file(tmp_path: Path) -> None:
     path = tmp_path / "prompts"
-    path.write_text('[5, 6]\n\n"two \\u00e9"\nplain text\n7\n', encoding="utf-8")
+    path.write_text('[5, 6]\n\n"two \\u00e9"\nplain text\n7\n"one\u2028line"\n', encoding="utf-8")
     assert read_prompts(path, lambda text: list(text.encode())) == [
-        [5, 6], list("two é".encode()), list(b"plain text"), list(b"7"),
+        [5, 6], list("two é".encode()), list(b"plain text"), list(b"7"), list("one\u2028line".encode()),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("limits", [{"max_num_seqs": 1}, {"max_model_len": 63}], ids=["one sequence", "one page"])
+def test_artifacts_in_which_nothing_can_be_preempted_are_attested(tmp_path: Path, limits: dict[str, int]) -> None:
+    fields: dict[str, Any] = {
+        "max_model_len": 256,
+        "max_num_seqs": 4,
+        "max_prefill_tokens": 64,
+        "page_size": 64,
+        **limits,
+    }
+    build(write_checkpoint(tmp_path / "checkpoint"), tmp_path / "artifact", dtype="float32", numerics="rl-bitwise",
+          **fields)  # fmt: skip
+    done = cli("invariance", tmp_path / "artifact", "--prompts", "8", "--tokens", "40")
+    assert done.returncode == 0 and "attested in " in done.stdout, done.stdout + done.stderr
+    assert "not exercised" not in done.stdout
 
 
 @pytest.mark.parametrize(

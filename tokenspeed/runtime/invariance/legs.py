@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
+from tokenspeed.envelope import Envelope
 from tokenspeed.runtime.invariance.passes import Bench, Done, Item, Run, run_alone, run_together
 from tokenspeed.runtime.invariance.plan import ALONE
 
@@ -100,9 +101,23 @@ def preempted(bench: Bench, seed: int, done: Done) -> LegRuns:
             continue
         run = _preempted(bench, bench.items(own, rng), prefix_index, done)
         found.runs.append(run)
-        if run.preemptions == 0:
-            found.problem = "nothing was preempted: the requests are too few, or too short for pages of this size"
+        if run.preemptions == 0 and may_preempt(bench.envelope):
+            where = "with" if prefix_index else "without"
+            found.problem = (
+                f"nothing was preempted in the engine {where} a prefix index: the requests are too few, or too short"
+                " for pages of this size"
+            )
     return found
+
+
+def may_preempt(envelope: Envelope) -> bool:
+    """Whether requests can want one another's pages at all: not if each runs alone, or has one page for good."""
+    return envelope.max_num_seqs > 1 and envelope.pages_per_seq > 1
+
+
+def may_hit(envelope: Envelope) -> bool:
+    """Whether a prompt can have a whole page of tokens before its last one, and a token behind it."""
+    return envelope.max_model_len > envelope.page_size + 1
 
 
 def _preempted(bench: Bench, items: Sequence[Item], prefix_index: bool, done: Done) -> Run:
@@ -129,10 +144,9 @@ def cached(bench: Bench, seed: int, done: Done) -> LegRuns:
     with bench.engine(run, prefix_index=True) as engine:
         run_together(engine, _preparing(bench, numbers), Run(), lambda _: None)
         run_together(engine, bench.items(numbers, rng), run, done, rng)
-    problem = (
-        None if run.cached_tokens else "nothing was found in the prefix index: the prompts are shorter than a page"
-    )
-    return LegRuns([run], problem)
+    if run.cached_tokens or not may_hit(bench.envelope):
+        return LegRuns([run])
+    return LegRuns([run], "nothing was found in the prefix index: the prompts are shorter than a page")
 
 
 def _preparing(bench: Bench, numbers: Sequence[int]) -> list[Item]:

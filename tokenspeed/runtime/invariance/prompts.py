@@ -61,7 +61,7 @@ def read_prompts(path: Path, encode: Encode) -> list[list[int]]:
     Raises UsageError.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")  # other separators may stand in a JSON string
     except (OSError, UnicodeDecodeError) as e:
         raise UsageError(f"cannot read --prompt-file {path}: {getattr(e, 'strerror', None) or e}") from None
     prompts = []
