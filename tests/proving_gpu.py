@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from tokenspeed import _native
-from tokenspeed.compile import codegen, proving
+from tokenspeed.compile import codegen, pack_writer, proving
 from tokenspeed.compile.interpret_graph import Memory
 from tokenspeed.compile.interpret_triton import run_gpu_graph
 from tokenspeed.compile.proof_cases import Case
@@ -107,7 +107,7 @@ def plug_in(monkeypatch: Any) -> None:
         InterpretedGpu.kernels |= {code.name: kernel for (kernel, _), code in compiled.items()}
         return compiled
 
-    monkeypatch.setattr(proving, "compile_kernels", remembering)
+    monkeypatch.setattr(pack_writer, "compile_kernels", remembering)
 
 
 @contextlib.contextmanager

@@ -30,6 +30,7 @@ LAYERS: dict[str, int] = {
     "tokenspeed.values": 4,
     "tokenspeed.equivalence": 4,
     "tokenspeed.verify_artifact": 5,
+    "tokenspeed.pack_file": 4,
     "tokenspeed.tuning_pack": 4,
     "tokenspeed.proof_pack": 4,
     "tokenspeed._native": 3,

@@ -27,9 +27,9 @@ from tokenspeed.kernels.triton import linear, proofs, source
 from tokenspeed.kernels.triton.linear_config import Config
 from tokenspeed.kernels.triton_specs import triton_registry
 from tokenspeed.proof_pack import Answer, ProofPack, RowsSeen, equal_answers
+from tokenspeed.runtime.pack_device import find_gpu
 from tokenspeed.runtime.places import Gpu
 from tokenspeed.runtime.proving import ProofResults, compare
-from tokenspeed.runtime.tuning import find_gpu
 
 EQUAL = Config(16, 32, 32, 4, 2, swapped=False)
 ALSO = replace(EQUAL, num_stages=3)
@@ -58,13 +58,14 @@ def a_gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
 @pytest.fixture
 def pack(tmp_path: Path, cache: Path) -> Path:
     result = packed(tmp_path / "p", [linear_case("linear", "float32", 16, most=20), norm_case("float32", 48)], cache)
-    assert (result.cases, result.members, result.failures) == (2, 4, {}) and result.nbytes < 200_000
+    assert (result.counts["cases"], result.counts["members"], result.failures) == (2, 4, {})
+    assert result.nbytes < 200_000
     return tmp_path / "p"
 
 
 def run(path: Path) -> ProofResults:
     with ProofPack(path) as opened:
-        results = ProofResults(opened, find_gpu(HOPPER, None))
+        results = ProofResults(opened, find_gpu(HOPPER, None, "a command"))
         compare(results)
         return results
 
@@ -413,4 +414,4 @@ def test_the_walk_on_the_command_line(
     assert main(["prove", "show", "--target", "cuda:sm_90a"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("rms_norm bfloat16 block=32: 1 members equal over 257 rows of each (NVIDIA H200, ")
-    assert isinstance(find_gpu(HOPPER, 0), Gpu)
+    assert isinstance(find_gpu(HOPPER, 0, "a command"), Gpu)

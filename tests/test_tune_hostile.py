@@ -18,10 +18,10 @@ import pytest
 from tiny_artifact import cli_environment, hf_config, tiny
 
 from tokenspeed.cli.main import main
-from tokenspeed.compile.tuning_tables import RESULTS_KIND
 from tokenspeed.errors import ArtifactError
 from tokenspeed.kernels.triton.linear_config import TUNING_FOLDER
-from tokenspeed.tuning_pack import DIGEST, FORMAT_VERSION, MANIFEST, TuningPack
+from tokenspeed.pack_file import DIGEST, MANIFEST
+from tokenspeed.tuning_pack import FORMAT_VERSION, RESULTS_KIND, TuningPack
 
 MIB = 1 << 20
 

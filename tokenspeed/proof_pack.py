@@ -1,33 +1,30 @@
 """The proof pack: kernels, launch graphs and probes by which a GPU shows which kernels give equal bits.
 
-Made by ``tokenspeed prove pack`` on any machine, run by ``tokenspeed prove run`` with the base install. One ZIP file
-like that of ``tokenspeed tune`` (tuning_pack.py), whose checks it shares:
-
-    manifest.json           what is to be compared, for which target, with the digest of every other member
-    DIGEST                  SHA-256 of manifest.json: the pack's identity
-    data/<digest>           probes
-    graphs/<digest>.tslg    LaunchGraphs of one call each
-    kernels/<name>.<suffix> GPU code objects (cubin, hsaco)
+Made by ``tokenspeed prove pack`` on any machine, run by ``tokenspeed prove run`` with the base install. A pack file
+(pack_file.py) whose graphs are of one call each, and which holds the probes in data/<digest>.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from tokenspeed.errors import ArtifactError, TargetError
-from tokenspeed.graph import Region
 from tokenspeed.json_check import record
-from tokenspeed.target import Target
-from tokenspeed.tuning_pack import MANIFEST, STEP_SIZES_BYTES, ConfigJson, Member, PackFile
+from tokenspeed.pack_file import (
+    STEP_SIZES_BYTES,
+    ConfigJson,
+    Member,
+    PackFile,
+    check_graphs,
+    parse_manifest,
+)
 
 FORMAT_VERSION = 1
 """Of packs and of the results of a run. History: 1 (2026-11-30)."""
 RESULTS_KIND = "tokenspeed proof results"
-_HINT = "make the pack again with `tokenspeed prove pack`"
+MADE_BY = "tokenspeed prove pack"
 
 
 @dataclass(frozen=True)
@@ -94,17 +91,13 @@ class ProofCase:
     def __str__(self) -> str:
         return f"{self.op} {self.dtype} {self.shape}"
 
-    @property
-    def region_sizes(self) -> dict[Region, int]:
-        return {Region.WEIGHTS: self.weights_bytes, Region.KV: 0, Region.ARENA: self.arena_bytes,
-                Region.IO: self.io_bytes, Region.STATE: 0, Region.HOST_IO: self.io_bytes}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class ProofManifest:
-    """The contents of manifest.json. ``binaries``: name by which graphs launch -> member; ``probes``: what a proof
-    records of its data; ``compiler``: what made the binaries."""
+    """The contents of manifest.json. ``probes``: what a proof records of its data; ``compiler``: what made the
+    binaries."""
 
+    format_version: ClassVar[int] = FORMAT_VERSION
     target: str
     tokenspeed_version: str
     compiler: str
@@ -113,30 +106,16 @@ class ProofManifest:
     binaries: Mapping[str, str]
     files: Mapping[str, Member]
 
-    def with_files(self, files: Mapping[str, Member]) -> ProofManifest:
-        return replace(self, files=files)
-
-    def to_bytes(self) -> bytes:
-        data = {"format_version": FORMAT_VERSION, **asdict(self)}
-        data["binaries"], data["files"] = dict(sorted(self.binaries.items())), dict(sorted(data["files"].items()))
-        return (json.dumps(data, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
-
     @classmethod
     def from_bytes(cls, data: bytes) -> ProofManifest:
         """Parse manifest.json. Raises ArtifactError for another format version or a malformed manifest."""
-        try:
-            raw = json.loads(data)
-            version = raw.pop("format_version")
-            if version != FORMAT_VERSION or "cases" not in raw:
-                raise ArtifactError(
-                    f"need a proof pack of format version {FORMAT_VERSION}, have one of version {version!r}", hint=_HINT
-                )
-            files = {name: record(Member, member) for name, member in raw["files"].items()}
-            manifest = record(cls, raw, cases=tuple(_case(case) for case in raw["cases"]), files=files)
+
+        def parse(raw: Mapping[str, Any]) -> ProofManifest:
+            manifest = record(cls, raw, cases=tuple(_case(case) for case in raw["cases"]))
             _check(manifest)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError, TargetError) as e:
-            raise ArtifactError(f"{MANIFEST} of the proof pack is malformed: {e}", hint=_HINT) from None
-        return manifest
+            return manifest
+
+        return parse_manifest(data, "proof pack", cls.format_version, MADE_BY, parse)
 
 
 def _case(raw: Mapping[str, Any]) -> ProofCase:
@@ -153,8 +132,6 @@ def _case(raw: Mapping[str, Any]) -> ProofCase:
 
 def _check(manifest: ProofManifest) -> None:
     """What the device side relies on. Raises ValueError."""
-    if not Target.parse(manifest.target).is_gpu:
-        raise ValueError(f"target {manifest.target} is no GPU")
     for case in manifest.cases:
         rows = max((len(run.labels) for run in case.runs), default=0)
         if not rows or not case.results or not case.compared:
@@ -173,12 +150,7 @@ def _check(manifest: ProofManifest) -> None:
         graphs = [graph for c in case.compared for graph in c.graphs if graph]
         if any(len(c.graphs) != len(case.runs) for c in case.compared):
             raise ValueError(f"{case} has other graphs than runs")
-        for graph in (case.fetch, case.erase, *graphs):
-            if graph not in manifest.files:
-                raise ValueError(f"the graph {graph} is no member")
-    for name, member in manifest.binaries.items():
-        if member not in manifest.files:
-            raise ValueError(f"the binary {name} is no member")
+        check_graphs(manifest, (case.fetch, case.erase, *graphs))
 
 
 # --- which results are equal ----------------------------------------------------------------------
@@ -252,4 +224,4 @@ class ProofPack(PackFile[ProofManifest]):
     """A proof pack opened for reading."""
 
     def __init__(self, path: Path):
-        super().__init__(path, ProofManifest.from_bytes, "tokenspeed prove pack")
+        super().__init__(path, ProofManifest.from_bytes, MADE_BY)

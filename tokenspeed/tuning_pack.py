@@ -1,50 +1,37 @@
 """The tuning pack: kernels and LaunchGraphs to time on a GPU, made by ``tokenspeed tune pack`` on any machine.
 
-One ZIP file (docs/tuning.md), so that it travels as one:
-
-    manifest.json           what is to be timed, for which target, with the digest of every other member
-    DIGEST                  SHA-256 of manifest.json: the pack's identity
-    graphs/<digest>.tslg    LaunchGraphs: of one call, which ``chain`` repeats; of what comes before and after calls
-    kernels/<name>.<suffix> GPU code objects (cubin, hsaco)
-
-A pack is untrusted input: every member is checked against the manifest before it is used.
+A pack file (pack_file.py, docs/tuning.md) whose graphs are of one call, which ``chain`` repeats, and of what comes
+before and after calls.
 """
 
 from __future__ import annotations
 
-import hashlib
-import io
-import json
-import os
-import stat
-import tempfile
-import zipfile
-import zlib
-from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, ClassVar
 
-from tokenspeed.errors import ArtifactError, ProgramError, ResourceError, TargetError
 from tokenspeed.graph import Argument, LaunchGraph, Node, Pointer, Region
 from tokenspeed.json_check import record
-from tokenspeed.target import Target
+from tokenspeed.pack_file import (
+    STEP_SIZES_BYTES,
+    ConfigJson,
+    Member,
+    PackFile,
+    check_graphs,
+    parse_manifest,
+)
 
 FORMAT_VERSION = 3
 """Of packs and of the results of a run. History: 1 (2026-11-29); 2 (2026-11-29): scratch memory of launches;
 3 (2026-11-29): graphs that bring sizes in and results out."""
-MANIFEST, DIGEST = "manifest.json", "DIGEST"
-STEP_SIZES_BYTES = 32
-"""The sizes of the step, int32[8], are all that a pack's graphs read from region io, at its beginning."""
+RESULTS_KIND = "tokenspeed tuning results"
+MADE_BY = "tokenspeed tune pack"
 
 SCRATCH_SLOTS = 256
 """Calls of a chain that have scratch memory of their own before it starts anew. It is written before a launch has
 waited for those before it, and a device runs at most 128 grids at a time (CUDA C++ Programming Guide, "Compute
 Capabilities")."""
-
-ConfigJson: TypeAlias = Mapping[str, int | float | bool | str]
-_MOST_OF_A_MEMBER = 64 << 20  # bytes unpacked; code objects and manifests of real packs have a hundredth
 
 
 @dataclass(frozen=True)
@@ -115,11 +102,6 @@ class Shape:
     def __str__(self) -> str:
         return f"{self.op} {' '.join(f'{name}={size}' for name, size in self.key.items())} {self.dtype}"
 
-    @property
-    def region_sizes(self) -> dict[Region, int]:
-        return {Region.WEIGHTS: self.weights_bytes, Region.KV: 0, Region.ARENA: self.arena_bytes,
-                Region.IO: self.io_bytes, Region.STATE: 0, Region.HOST_IO: self.io_bytes}  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Peak:
@@ -136,17 +118,10 @@ class Peak:
 
 
 @dataclass(frozen=True)
-class Member:
-    """One file of the pack: size in bytes and lower-case hexadecimal SHA-256."""
-
-    nbytes: int
-    sha256: str
-
-
-@dataclass(frozen=True)
 class PackManifest:
-    """The contents of manifest.json. ``binaries``: name by which graphs launch -> member."""
+    """The contents of manifest.json."""
 
+    format_version: ClassVar[int] = FORMAT_VERSION
     target: str
     tokenspeed_version: str
     models: tuple[str, ...]
@@ -155,58 +130,17 @@ class PackManifest:
     binaries: Mapping[str, str]
     files: Mapping[str, Member]
 
-    def with_files(self, files: Mapping[str, Member]) -> PackManifest:
-        return replace(self, files=files)
-
-    def to_bytes(self) -> bytes:
-        data = {"format_version": FORMAT_VERSION, **asdict(self)}
-        data["binaries"], data["files"] = dict(sorted(self.binaries.items())), dict(sorted(data["files"].items()))
-        return (json.dumps(data, separators=(",", ":"), ensure_ascii=False) + "\n").encode()
-
     @classmethod
     def from_bytes(cls, data: bytes) -> PackManifest:
         """Parse manifest.json. Raises ArtifactError for another format version or a malformed manifest."""
-        try:
-            raw = json.loads(data)
-            version = raw.pop("format_version")
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise ArtifactError(f"{MANIFEST} of the pack is no JSON object with a format_version") from None
-        if version != FORMAT_VERSION:
-            raise ArtifactError(
-                f"the pack has format version {version}; this TokenSpeed reads version {FORMAT_VERSION}",
-                hint="make it again with this version of `tokenspeed tune pack`",
-            )
-        try:
-            manifest = cls(
-                **{
-                    **raw,
-                    "peak": Peak(**raw["peak"]),
-                    "models": tuple(raw["models"]),
-                    "shapes": tuple(_shape(shape) for shape in raw["shapes"]),
-                    "files": {name: record(Member, member) for name, member in raw["files"].items()},
-                }
-            )
+
+        def parse(raw: Mapping[str, Any]) -> PackManifest:
+            shapes = tuple(_shape(shape) for shape in raw["shapes"])
+            manifest = cls(**{**raw, "peak": Peak(**raw["peak"]), "models": tuple(raw["models"]), "shapes": shapes})
             _check(manifest)
-        except (KeyError, TypeError, ValueError, AttributeError, TargetError) as e:
-            raise ArtifactError(f"{MANIFEST} of the pack is malformed: {e}", hint="make the pack again") from None
-        return manifest
+            return manifest
 
-
-class AnyManifest(Protocol):
-    """What packs of all kinds have."""
-
-    @property
-    def binaries(self) -> Mapping[str, str]: ...
-
-    @property
-    def files(self) -> Mapping[str, Member]: ...
-
-    def with_files(self, files: Mapping[str, Member]) -> AnyManifest: ...
-
-    def to_bytes(self) -> bytes: ...
-
-
-Contents = TypeVar("Contents", bound=AnyManifest)
+        return parse_manifest(data, "tuning pack", cls.format_version, MADE_BY, parse)
 
 
 def _shape(raw: Mapping[str, Any]) -> Shape:
@@ -219,8 +153,6 @@ def _shape(raw: Mapping[str, Any]) -> Shape:
 
 def _check(manifest: PackManifest) -> None:
     """What the device side relies on. Raises ValueError."""
-    if not Target.parse(manifest.target).is_gpu:
-        raise ValueError(f"target {manifest.target} is no GPU")
     if not (manifest.peak.bytes_per_s > 0 and manifest.peak.flops_per_s > 0):
         raise ValueError("peak is not positive")
     for shape in manifest.shapes:
@@ -237,138 +169,18 @@ def _check(manifest: PackManifest) -> None:
             or shape.result_offset + most * shape.result_row_bytes > shape.io_bytes
         ):
             raise ValueError(f"the result of {shape} does not lie in its region host_io")
-        for graph in (shape.inputs, shape.fetch):
-            if graph not in manifest.files:
-                raise ValueError(f"the graph {graph} is no member")
+        check_graphs(manifest, (shape.inputs, shape.fetch))
         for case in shape.cases:
             if not case.rows or not case.repeats or case.repeats % r.copies:
                 raise ValueError(f"{shape} M={case.rows} repeats {case.repeats} times over {r.copies} copies")
-            for graph in (*(c.graph for c in case.candidates), *([case.before] if case.before else [])):
-                if graph not in manifest.files:
-                    raise ValueError(f"the graph {graph} is no member")
-    for name, member in manifest.binaries.items():
-        if member not in manifest.files:
-            raise ValueError(f"the binary {name} is no member")
-
-
-# --- the file -------------------------------------------------------------------------------------
-
-
-def write_pack(path: Path, manifest: AnyManifest, members: Mapping[str, bytes]) -> str:
-    """Write the pack of ``members``, whose digests go into ``manifest``; returns its identity. Equal contents give
-    equal bytes. It appears whole or not at all. Raises ResourceError."""
-    files = {name: Member(len(data), hashlib.sha256(data).hexdigest()) for name, data in members.items()}
-    raw = manifest.with_files(files).to_bytes()
-    digest = hashlib.sha256(raw).hexdigest()
-    out = io.BytesIO()
-    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in ((MANIFEST, raw), (DIGEST, f"{digest}\n".encode()), *sorted(members.items())):
-            info = zipfile.ZipInfo(name, (1980, 1, 1, 0, 0, 0))
-            info.compress_type, info.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
-            archive.writestr(info, data)
-    write_whole(path, out.getvalue())
-    return digest
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that appears whole or not at all. Raises ResourceError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as out:
-                out.write(data)
-                out.flush()
-                os.fsync(out.fileno())
-            os.chmod(temporary, 0o644)
-            os.replace(temporary, path)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(temporary)
-            raise
-    except OSError as e:
-        raise ResourceError(f"cannot write {path}: {e.strerror or e}", hint="choose another path with -o") from None
-
-
-class PackFile(Generic[Contents]):
-    """A pack opened for reading. Every member is checked as it is read; ``read`` may be called again and again."""
-
-    def __init__(self, path: Path, parse: Callable[[bytes], Contents], made_by: str):
-        self.path = path
-        try:
-            if not stat.S_ISREG(path.stat().st_mode):  # the end of a device or a pipe may never come
-                raise ArtifactError(f"{path} is no file", hint=f"make a pack with `{made_by}`")
-            self._zip = zipfile.ZipFile(path)
-        except OSError as e:
-            raise ArtifactError(f"no pack at {path}: {e.strerror or e}", hint=f"make one with `{made_by}`") from None
-        except zipfile.BadZipFile as e:
-            raise ArtifactError(
-                f"{path} is no pack made by `{made_by}`, or a part of one: {e}", hint="copy it again"
-            ) from None
-        raw = self._member(MANIFEST, None)
-        self.digest = hashlib.sha256(raw).hexdigest()
-        if self._member(DIGEST, 65) != f"{self.digest}\n".encode():
-            raise self._damaged(MANIFEST)
-        self.manifest = parse(raw)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._zip.close()
-
-    def read(self, name: str) -> bytes:
-        """A member that the manifest lists. Raises ArtifactError if it is missing or damaged."""
-        member = self.manifest.files[name]
-        data = self._member(name, member.nbytes)
-        if hashlib.sha256(data).hexdigest() != member.sha256:
-            raise self._damaged(name)
-        return data
-
-    def read_graph(self, name: str) -> LaunchGraph:
-        """The graph in a member. Raises ArtifactError."""
-        try:
-            return LaunchGraph.decode(self.read(name))
-        except ProgramError as e:
-            raise ArtifactError(f"{self.path}: {name}: {e.message}", hint="make the pack again") from None
-
-    def read_binary(self, name: str, graph: str) -> bytes:
-        """The code object that ``graph`` launches as ``name``. Raises ArtifactError if it is none of the pack."""
-        member = self.manifest.binaries.get(name)
-        if member is None:
-            raise ArtifactError(
-                f"{self.path}: {graph} needs the binary {name!r}, which is none of the pack", hint="make the pack again"
-            )
-        return self.read(member)
-
-    def verify(self) -> None:
-        """Read every member. Raises ArtifactError naming the first that is missing or damaged."""
-        for name in sorted(self.manifest.files):
-            self.read(name)
-
-    def _member(self, name: str, nbytes: int | None) -> bytes:
-        try:
-            info = self._zip.getinfo(name)
-            if info.file_size > _MOST_OF_A_MEMBER or (nbytes is not None and info.file_size != nbytes):
-                raise self._damaged(name)
-            with self._zip.open(info) as member:
-                return member.read(info.file_size)  # with a number: what a header claims bounds what is unpacked
-        except KeyError:
-            raise ArtifactError(
-                f"{self.path}: {name} is missing: this is no whole pack", hint="copy it again"
-            ) from None
-        except (zipfile.BadZipFile, zlib.error, EOFError, OSError, NotImplementedError, RuntimeError, ValueError):
-            raise self._damaged(name) from None
-
-    def _damaged(self, name: str) -> ArtifactError:
-        return ArtifactError(f"{self.path}: {name} is damaged", hint="copy the pack again from where it was made")
+            check_graphs(manifest, (*(c.graph for c in case.candidates), *([case.before] if case.before else [])))
 
 
 class TuningPack(PackFile[PackManifest]):
     """A tuning pack opened for reading."""
 
     def __init__(self, path: Path):
-        super().__init__(path, PackManifest.from_bytes, "tokenspeed tune pack")
+        super().__init__(path, PackManifest.from_bytes, MADE_BY)
 
 
 # --- chains of calls ------------------------------------------------------------------------------

@@ -12,8 +12,10 @@ from tuning_gpu import BEFORE_US, FAST, HOPPER, SLOW, WRONG, FakeGpu, binaries, 
 
 from tokenspeed.errors import ArtifactError, ResourceError, UsageError
 from tokenspeed.kernels.triton.linear_config import Config, to_json
-from tokenspeed.runtime.tuning import ROUNDS, filling, find_gpu
+from tokenspeed.runtime.pack_device import find_gpu
+from tokenspeed.runtime.tuning import ROUNDS, filling
 from tokenspeed.target import Target
+from tokenspeed.tuning_pack import MADE_BY
 
 # ---- measuring ------------------------------------------------------------------------------------------------
 
@@ -106,23 +108,23 @@ def test_matrices_hold_sane_numbers_that_do_not_repeat() -> None:
 
 def test_another_architecture_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ArtifactError) as caught:
-        find_gpu(Target.parse("cuda:sm_100a"), None)
+        find_gpu(Target.parse("cuda:sm_100a"), None, MADE_BY)
     assert caught.value.message == "the pack is for cuda:sm_100a; GPU 0 is NVIDIA H200, sm_90"
     assert caught.value.hint == "make one with `tokenspeed tune pack --target cuda:sm_90a`"
     b200 = (1, "NVIDIA B200", "sm_100", 180 << 30, 13000)
     plug_in(monkeypatch, H200, b200)
-    assert find_gpu(Target.parse("cuda:sm_100a"), None).ordinal == 1
-    assert find_gpu(HOPPER, 0).name == "NVIDIA H200"
+    assert find_gpu(Target.parse("cuda:sm_100a"), None, MADE_BY).ordinal == 1
+    assert find_gpu(HOPPER, 0, MADE_BY).name == "NVIDIA H200"
     with pytest.raises(ArtifactError, match="the pack is for cuda:sm_90a; "):
-        find_gpu(HOPPER, 1)
+        find_gpu(HOPPER, 1, MADE_BY)
     with pytest.raises(UsageError, match=r"there is no GPU 2: GPU 0 is NVIDIA H200, sm_90, GPU 1"):
-        find_gpu(HOPPER, 2)
+        find_gpu(HOPPER, 2, MADE_BY)
 
 
 def test_no_gpu_and_an_old_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     plug_in(monkeypatch, (*H200[:4], 12020))
     with pytest.raises(ResourceError, match=r"needs a driver of CUDA 12\.8 or later; GPU 0 .* has one of CUDA 12\.2"):
-        find_gpu(HOPPER, None)
+        find_gpu(HOPPER, None, MADE_BY)
     plug_in(monkeypatch, reason="no NVIDIA driver is installed")
     with pytest.raises(ResourceError, match="no GPU was found: no NVIDIA driver is installed"):
-        find_gpu(HOPPER, None)
+        find_gpu(HOPPER, None, MADE_BY)

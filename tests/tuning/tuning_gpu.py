@@ -16,7 +16,8 @@ from tokenspeed.compile import tuning
 from tokenspeed.graph import LaunchGraph, Region
 from tokenspeed.kernels.triton import linear_tuning
 from tokenspeed.kernels.triton.linear_config import Config, to_json
-from tokenspeed.runtime.tuning import Outcome, Results, find_gpu, measure
+from tokenspeed.runtime.pack_device import find_gpu
+from tokenspeed.runtime.tuning import Outcome, Results, measure
 from tokenspeed.target import Target
 from tokenspeed.tuning_pack import TuningPack
 
@@ -183,7 +184,7 @@ def speed(packed: Path, config: Config, us: float) -> None:
 
 def outcomes(packed: Path, **options: Any) -> tuple[list[Outcome], Results]:
     with TuningPack(packed) as opened:
-        results = Results(opened, find_gpu(HOPPER, None))
+        results = Results(opened, find_gpu(HOPPER, None, opened.made_by))
         measure(results, clock=lambda: FakeGpu.clock, **options)
     assert all(device.closed for device in FakeGpu.made) and not ContextDouble.opened
     return results.outcomes, results

@@ -8,14 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tokenspeed.cli.options import (
-    Subparsers,
-    add_command,
-    add_json,
-    print_json,
-    require_builder,
-    unwinding_when_told_to_stop,
-)
+from tokenspeed.cli import packs
+from tokenspeed.cli.options import Subparsers, add_command, print_json, require_builder
 from tokenspeed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -33,9 +27,10 @@ _WALK = """\
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = add_command(
+    packs.add_walk(
         subparsers,
         "prove",
+        (_add_pack, _add_run, _add_merge, _add_cpu, _add_show),
         help="show on a device which kernels give equal bits",
         description="A build with --numerics rl-bitwise uses kernels only that were shown to give equal bits, on data\n"
         "on which another order of a sum gives others. On CPUs a build shows it itself. For GPUs this does, in\n"
@@ -43,12 +38,6 @@ def add_parser(subparsers: Subparsers) -> None:
         "builds find them. Only pack needs a compiler, only run needs a GPU.",
         examples=_WALK,
     )
-    steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
-    _add_pack(steps)
-    _add_run(steps)
-    _add_merge(steps)
-    _add_cpu(steps)
-    _add_show(steps)
 
 
 def _add_pack(steps: Subparsers) -> None:
@@ -61,15 +50,9 @@ def _add_pack(steps: Subparsers) -> None:
         examples="  tokenspeed prove pack --target cuda:sm_90a -o hopper.provepack\n"
         "  tokenspeed prove pack --target cuda:sm_90a -o norms.provepack --op rms_norm,sample",
     )
-    parser.add_argument("-o", "--output", metavar="PACK", required=True, help="where the pack goes")
-    parser.add_argument("--target", metavar="TARGET", required=True, help="the GPU to prove for, e.g. cuda:sm_90a")
+    packs.add_place(parser, "prove")
     parser.add_argument("--op", metavar="OP,...", help="kinds of op to compare (default: all that sum)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: one per core)")
-    parser.add_argument("--no-cache", action="store_true",
-                        help="compile every kernel, also those that ~/.cache/tokenspeed holds")  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="replace the file at PACK once the new one is whole")
-    add_json(parser)
-    parser.set_defaults(run=_pack)
+    packs.add_compiling(parser, _pack)
 
 
 def _add_run(steps: Subparsers) -> None:
@@ -82,13 +65,8 @@ def _add_run(steps: Subparsers) -> None:
         "an error is written too.",
         examples="  tokenspeed prove run hopper.provepack -o hopper.h200.json",
     )
-    parser.add_argument("pack", metavar="PACK", help="a file made by `tokenspeed prove pack`")
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the results go, as JSON")
-    parser.add_argument(
-        "--device", type=int, metavar="N", help="which GPU, by the driver's number (default: the first)"
-    )
-    add_json(parser)
-    parser.set_defaults(run=_run)
+    packs.add_packed(parser, "prove")
+    packs.add_device(parser, _run)
 
 
 def _add_merge(steps: Subparsers) -> None:
@@ -100,10 +78,8 @@ def _add_merge(steps: Subparsers) -> None:
         "later proof replaces an earlier one of the same op, dtype and sizes.",
         examples="  tokenspeed prove merge hopper.h200.json",
     )
-    parser.add_argument("results", metavar="FILE", nargs="+", help="results of `tokenspeed prove run`")
-    _add_tables(parser)
-    add_json(parser)
-    parser.set_defaults(run=_merge)
+    packs.add_results(parser, "prove")
+    packs.add_tables(parser, "files", _merge)
 
 
 def _add_cpu(steps: Subparsers) -> None:
@@ -116,9 +92,7 @@ def _add_cpu(steps: Subparsers) -> None:
         examples="  tokenspeed prove cpu\n  tokenspeed prove cpu --target cpu:x86-64-v4+amx",
     )
     parser.add_argument("--target", metavar="TARGET,...", help="CPU targets (default: all that this machine runs)")
-    _add_tables(parser)
-    add_json(parser)
-    parser.set_defaults(run=_cpu)
+    packs.add_tables(parser, "files", _cpu)
 
 
 def _add_show(steps: Subparsers) -> None:
@@ -131,70 +105,27 @@ def _add_show(steps: Subparsers) -> None:
         examples="  tokenspeed prove show --target cuda:sm_90a",
     )
     parser.add_argument("--target", metavar="TARGET", required=True, help="e.g. cuda:sm_90a")
-    _add_tables(parser)
-    add_json(parser)
-    parser.set_defaults(run=_show)
-
-
-def _add_tables(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tables", metavar="FOLDER", help="where the files are (default: those of this installation)")
+    packs.add_tables(parser, "files", _show)
 
 
 # --- the steps ------------------------------------------------------------------------------------
 
 
 def _pack(args: argparse.Namespace) -> int:
-    from tokenspeed.target import Target
-
-    target = Target.parse(args.target)
-    builder, build = require_builder("tokenspeed.compile.proving"), require_builder("tokenspeed.compile.build")
-    if args.jobs is not None and not 1 <= args.jobs <= 1024:
-        raise UsageError(f"--jobs is {args.jobs}; it must lie between 1 and 1024")
-    with unwinding_when_told_to_stop():
-        result = builder.pack(
-            args.output,
-            target,
-            ops=args.op.split(",") if args.op else None,
-            force=args.force,
-            workers=args.jobs,
-            cache=None if args.no_cache else build.default_cache(),
-            progress=build.Progress(sys.stderr),
-        )
-    for kernel, reason in result.failures.items():
-        print(f"left out: {kernel}: {reason.splitlines()[0]}", file=sys.stderr)
-    if args.json:
-        print_json(result.to_json())
-    else:
-        print(f"{result.path}  {result.nbytes / 1e6:.1f} MB  sha256:{result.digest}")
-        print(f"{result.cases} cases, {result.members} members, {result.binaries} binaries for {target}")
-    return 0
+    return packs.pack(args, "tokenspeed.compile.proving")
 
 
 def _run(args: argparse.Namespace) -> int:
     from tokenspeed.proof_pack import ProofPack
     from tokenspeed.runtime.proving import ProofResults, compare
-    from tokenspeed.runtime.tuning import find_gpu
-    from tokenspeed.target import Target
-    from tokenspeed.tuning_pack import write_whole
 
-    path = Path(args.output)
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no folder {path.parent} for the results", hint="make it, or choose another with -o")
-    with ProofPack(Path(args.pack)) as pack:
-        gpu = find_gpu(Target.parse(pack.manifest.target), args.device)
-        pack.verify()
+    with packs.opened(args, ProofPack) as (pack, gpu):
         results = ProofResults(pack, gpu)
-        try:
-            with unwinding_when_told_to_stop():
-                compare(results, _report)
-        finally:
-            if results.cases:
-                write_whole(path, (json.dumps(results.to_json(), indent=1) + "\n").encode())
-        if args.json:
-            print_json(results.to_json())
-        else:
+        with packs.kept(args, results.cases, results.to_json):
+            compare(results, _report)
+        if not args.json:
             _print_results(results.cases)
-            print(f"{path}: {len(results.cases)} cases on {gpu.name} in {results.seconds:.0f} s")
+            print(f"{Path(args.output)}: {len(results.cases)} cases on {gpu.name} in {results.seconds:.0f} s")
     return 0
 
 
@@ -216,17 +147,13 @@ def _text(member: object) -> str:
 
 def _merge(args: argparse.Namespace) -> int:
     tables = require_builder("tokenspeed.compile.class_tables")
-    merged = tables.merge(list(map(Path, args.results)), None if args.tables is None else Path(args.tables))
-    return _print_merged(args, merged)
+    return _print_merged(args, tables.merge(list(map(Path, args.results)), packs.tables_folder(args)))
 
 
 def _print_merged(args: argparse.Namespace, merged: Sequence[Merged]) -> int:
-    if args.json:
-        print_json([part.to_json() for part in merged])
-        return 0
-    for part in merged:
-        print(f"{part.path}: {part.added} added, {part.replaced} replaced, {part.total} classes for {part.target}")
-        for problem in part.split:
+    packs.print_merged(args, merged, lambda part: f"{part.total} classes for {part.target}")
+    if not args.json:
+        for problem in (problem for part in merged for problem in part.split):
             print(f"warning: {problem}", file=sys.stderr)
     return 0
 
@@ -243,7 +170,7 @@ def _cpu(args: argparse.Namespace) -> int:
         if target.is_gpu or missing_flags(target):
             lacks = "it is a GPU" if target.is_gpu else f"this machine lacks {', '.join(missing_flags(target))}"
             raise UsageError(f"need CPU targets that this machine runs, have {target}: {lacks}")
-    folder = None if args.tables is None else Path(args.tables)
+    folder = packs.tables_folder(args)
     merged = [tables.merge_classes(target, proofs.prove_target(target), folder) for target in targets]
     return _print_merged(args, merged)
 
@@ -253,7 +180,7 @@ def _show(args: argparse.Namespace) -> int:
 
     target = Target.parse(args.target)
     tables = require_builder("tokenspeed.compile.class_tables")
-    shown = tables.shown(target, None if args.tables is None else Path(args.tables))
+    shown = tables.shown(target, packs.tables_folder(args))
     if args.json:
         print_json([{**proven.to_json(), "state": state} for proven, state in shown])
         return 0

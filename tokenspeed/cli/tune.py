@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from tokenspeed.cli.options import (
-    Subparsers,
-    add_command,
-    add_json,
-    print_json,
-    require_builder,
-    unwinding_when_told_to_stop,
-)
+from tokenspeed.cli import packs
+from tokenspeed.cli.options import Subparsers, add_command, print_json
 from tokenspeed.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,9 +23,10 @@ _WALK = """\
 
 
 def add_parser(subparsers: Subparsers) -> None:
-    parser = add_command(
+    packs.add_walk(
         subparsers,
         "tune",
+        (_add_pack, _add_run, _add_merge, _add_show),
         help="choose tile shapes by measurement",
         description="Kernels come in many tile shapes that give the same bits at different speeds. Builds take theirs\n"
         "from tables, one per architecture; this makes them, in three steps: pack compiles every candidate for\n"
@@ -39,11 +34,6 @@ def add_parser(subparsers: Subparsers) -> None:
         "table. Only pack needs a compiler, only run needs a GPU.",
         examples=_WALK,
     )
-    steps = parser.add_subparsers(dest="step", metavar="STEP", required=True)
-    _add_pack(steps)
-    _add_run(steps)
-    _add_merge(steps)
-    _add_show(steps)
 
 
 def _add_pack(steps: Subparsers) -> None:
@@ -61,18 +51,12 @@ def _add_pack(steps: Subparsers) -> None:
         "checkpoint", metavar="CHECKPOINT", nargs="+",
         help="directory with a config.json, or GGUF file; several share what they have in common",
     )  # fmt: skip
-    parser.add_argument("-o", "--output", metavar="PACK", required=True, help="where the pack goes")
-    parser.add_argument("--target", metavar="TARGET", required=True, help="the GPU to tune for, e.g. cuda:sm_90a")
+    packs.add_place(parser, "tune")
     parser.add_argument("--rows", metavar="M,...", help="rows to tune for (default: the sizes of a build's buckets)")
     parser.add_argument("--op", metavar="OP,...", help="kinds of op to tune (default: all that have candidates)")
     parser.add_argument("--max-num-seqs", type=int, metavar="N", help="as for build, for the buckets (default: 256)")
     parser.add_argument("--max-prefill-tokens", type=int, metavar="N", help="likewise (default: 8192)")
-    parser.add_argument("--jobs", type=int, metavar="N", help="processes that compile (default: one per core)")
-    parser.add_argument("--no-cache", action="store_true",
-                        help="compile every kernel, also those that ~/.cache/tokenspeed holds")  # fmt: skip
-    parser.add_argument("--force", action="store_true", help="replace the file at PACK once the new one is whole")
-    add_json(parser)
-    parser.set_defaults(run=_pack)
+    packs.add_compiling(parser, _pack)
 
 
 def _add_run(steps: Subparsers) -> None:
@@ -86,17 +70,12 @@ def _add_run(steps: Subparsers) -> None:
         examples="  tokenspeed tune run llama.tunepack -o llama.h200.json\n"
         "  tokenspeed tune run llama.tunepack -o llama.h200.json --seconds 90 --device 1",
     )
-    parser.add_argument("pack", metavar="PACK", help="a file made by `tokenspeed tune pack`")
-    parser.add_argument("-o", "--output", metavar="FILE", required=True, help="where the results go, as JSON")
+    packs.add_packed(parser, "tune")
     parser.add_argument(
         "--seconds", type=float, metavar="N",
         help="about how long to measure; what is not reached is skipped (default: as long as it takes)",
     )  # fmt: skip
-    parser.add_argument(
-        "--device", type=int, metavar="N", help="which GPU, by the driver's number (default: the first)"
-    )
-    add_json(parser)
-    parser.set_defaults(run=_run)
+    packs.add_device(parser, _run)
 
 
 def _add_merge(steps: Subparsers) -> None:
@@ -109,10 +88,8 @@ def _add_merge(steps: Subparsers) -> None:
         examples="  tokenspeed tune merge llama.h200.json smollm2.h200.json\n"
         "  tokenspeed tune merge llama.h200.json --tables ./tables",
     )
-    parser.add_argument("results", metavar="FILE", nargs="+", help="results of `tokenspeed tune run`")
-    _add_tables(parser)
-    add_json(parser)
-    parser.set_defaults(run=_merge)
+    packs.add_results(parser, "tune")
+    packs.add_tables(parser, "tables", _merge)
 
 
 def _add_show(steps: Subparsers) -> None:
@@ -127,48 +104,21 @@ def _add_show(steps: Subparsers) -> None:
     )
     parser.add_argument("--target", metavar="TARGET", required=True, help="e.g. cuda:sm_90a")
     parser.add_argument("--op", metavar="OP,...", help="only these kinds of op")
-    _add_tables(parser)
-    add_json(parser)
-    parser.set_defaults(run=_show)
-
-
-def _add_tables(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--tables", metavar="FOLDER", help="where the tables are (default: those of this installation)")
+    packs.add_tables(parser, "tables", _show)
 
 
 # --- the steps ------------------------------------------------------------------------------------
 
 
 def _pack(args: argparse.Namespace) -> int:
-    from tokenspeed.target import Target
-
-    target, rows = Target.parse(args.target), _numbers("--rows", args.rows)
-    builder, build = require_builder("tokenspeed.compile.tuning"), require_builder("tokenspeed.compile.build")
-    if args.jobs is not None and not 1 <= args.jobs <= 1024:
-        raise UsageError(f"--jobs is {args.jobs}; it must lie between 1 and 1024")
-    with unwinding_when_told_to_stop():
-        result = builder.pack(
-            args.checkpoint,
-            args.output,
-            target,
-            rows=rows,
-            ops=args.op.split(",") if args.op else None,
-            force=args.force,
-            workers=args.jobs,
-            cache=None if args.no_cache else build.default_cache(),
-            progress=build.Progress(sys.stderr),
-            max_num_seqs=args.max_num_seqs,
-            max_prefill_tokens=args.max_prefill_tokens,
-        )
-    for kernel, reason in result.failures.items():
-        print(f"left out: {kernel}: {reason.splitlines()[0]}", file=sys.stderr)
-    if args.json:
-        print_json(result.to_json())
-    else:
-        print(f"{result.path}  {result.nbytes / 1e6:.1f} MB  sha256:{result.digest}")
-        print(f"{result.shapes} shapes, {result.cases} cases, {result.candidates} candidates,"
-              f" {result.binaries} binaries for {target}")  # fmt: skip
-    return 0
+    return packs.pack(
+        args,
+        "tokenspeed.compile.tuning",
+        args.checkpoint,
+        rows=_numbers("--rows", args.rows),
+        max_num_seqs=args.max_num_seqs,
+        max_prefill_tokens=args.max_prefill_tokens,
+    )
 
 
 def _numbers(option: str, text: str | None) -> list[int] | None:
@@ -184,31 +134,18 @@ def _numbers(option: str, text: str | None) -> list[int] | None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    from tokenspeed.runtime.tuning import Results, find_gpu, measure
-    from tokenspeed.target import Target
-    from tokenspeed.tuning_pack import TuningPack, write_whole
+    from tokenspeed.runtime.tuning import Results, measure
+    from tokenspeed.tuning_pack import TuningPack
 
     if args.seconds is not None and not 0 < args.seconds < 1e6:
         raise UsageError(f"--seconds is {args.seconds}; it must lie between 0 and 1000000")
-    path = Path(args.output)
-    if not path.parent.is_dir():
-        raise UsageError(f"there is no folder {path.parent} for the results", hint="make it, or choose another with -o")
-    with TuningPack(Path(args.pack)) as pack:
-        gpu = find_gpu(Target.parse(pack.manifest.target), args.device)
-        pack.verify()
-        results, line = Results(pack, gpu), _Line(sys.stderr)
-        try:
-            with unwinding_when_told_to_stop():
-                measure(results, seconds=args.seconds, report=line.report)
-        finally:
-            line.close()
-            if results.outcomes:
-                write_whole(path, (json.dumps(results.to_json(), indent=1) + "\n").encode())
-        if args.json:
-            print_json(results.to_json())
-        else:
+    with packs.opened(args, TuningPack) as (pack, gpu):
+        results = Results(pack, gpu)
+        with packs.kept(args, results.outcomes, results.to_json), closing(_Line(sys.stderr)) as line:
+            measure(results, seconds=args.seconds, report=line.report)
+        if not args.json:
             _print_results(results.outcomes, results.skipped)
-            print(f"{path}: {len(results.outcomes)} cases on {gpu.name}")
+            print(f"{Path(args.output)}: {len(results.outcomes)} cases on {gpu.name}")
     return 0
 
 
@@ -280,23 +217,19 @@ _RIGHT = {"M", "us", "runner-up", "timed", "out", "share"}
 
 
 def _merge(args: argparse.Namespace) -> int:
-    from tokenspeed.compile.tuning_tables import merge
+    from tokenspeed.compile.tuning_tables import Merged, merge
 
-    merged = merge([Path(name) for name in args.results], Path(args.tables) if args.tables else None)
-    if args.json:
-        print_json([table.to_json() for table in merged])
-    else:
-        for table in merged:
-            print(f"{table.path}: {table.added} added, {table.replaced} replaced, {table.kept} kept as measured later,"
-                  f" {table.total} entries for {table.target}")  # fmt: skip
-    return 0
+    def line(table: Merged) -> str:
+        return f"{table.kept} kept as measured later, {table.total} entries for {table.target}"
+
+    return packs.print_merged(args, merge(list(map(Path, args.results)), packs.tables_folder(args)), line)
 
 
 def _show(args: argparse.Namespace) -> int:
     from tokenspeed.compile.tuning_tables import read_table, table_path
     from tokenspeed.target import Target
 
-    target, folder = Target.parse(args.target), Path(args.tables) if args.tables else None
+    target, folder = Target.parse(args.target), packs.tables_folder(args)
     if not target.is_gpu:
         raise UsageError(f"--target is {target}: tables are for GPUs", hint="name one, e.g. cuda:sm_90a")
     if folder is not None and not folder.is_dir():

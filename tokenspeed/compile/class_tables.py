@@ -5,7 +5,6 @@ Builds read them wherever they run (kernels/equivalence.py); docs/equivalence.md
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from tokenspeed import json_check
 from tokenspeed.compile.cpu_proofs import staleness as cpu_staleness
-from tokenspeed.errors import ArtifactError, TargetError
+from tokenspeed.compile.run_results import read_run
 from tokenspeed.kernels.equivalence import (
     MemberJson,
     ProvenClass,
@@ -23,15 +22,14 @@ from tokenspeed.kernels.equivalence import (
     known_classes,
     read_classes,
 )
+from tokenspeed.pack_file import write_whole
 from tokenspeed.proof_pack import FORMAT_VERSION as RESULTS_VERSION
 from tokenspeed.proof_pack import RESULTS_KIND
-from tokenspeed.target import GPU_TARGETS, Target
-from tokenspeed.tuning_pack import write_whole
+from tokenspeed.target import Target
 
 _CASE = {"op": str, "dtype": str, "key": {...: int}, "shape": str, "rows": int, "functions": [str], "source": str,
          "digest": str, "classes": [[dict]], "excluded": [{"member": dict, "reason": str}]}  # fmt: skip
-_RESULTS = {"kind": str, "format_version": int, "target": str, "compiler": str, "probes": dict, "device": str,
-            "driver": str, "date": str, "cases": [_CASE]}  # fmt: skip
+_RESULTS = {"compiler": str, "probes": dict, "driver": str, "cases": [_CASE]}
 
 
 @dataclass(frozen=True)
@@ -91,29 +89,15 @@ def merge_classes(target: Target, found: Iterable[ProvenClass], folder: Path | N
 
 def read_results(path: Path) -> tuple[Target, list[ProvenClass]]:
     """(target, the class of every op, dtype and key) of a run. Raises ArtifactError."""
-    try:
-        raw = json_check.parse(path.read_bytes())
-        if not isinstance(raw, dict) or raw.get("kind") != RESULTS_KIND:
-            raise ValueError("it does not say that it is one")
-        json_check.check(raw, _RESULTS)
-        if raw["format_version"] != RESULTS_VERSION:
-            raise ValueError(f"it has format version {raw['format_version']}, this TokenSpeed reads {RESULTS_VERSION}")
-        target = Target.parse(raw["target"])
-        if str(target) not in GPU_TARGETS:
-            raise ValueError(f"its target is {target}")
-        if re.fullmatch(r"\d{4}-\d\d-\d\d", raw["date"]) is None or not raw["device"]:
-            raise ValueError("it does not say where and when it was made")
-        cases: dict[Any, list[Mapping[str, Any]]] = {}
-        for case in raw["cases"]:
-            cases.setdefault(class_key(case["op"], case["dtype"], case["key"]), []).append(case)
-        found = [proven for group in cases.values() if (proven := proven_class(group, raw)) is not None]
-    except OSError as e:
-        raise ArtifactError(f"cannot read {path}: {e.strerror or e}") from None
-    except (ValueError, KeyError, TypeError, AttributeError, TargetError, RecursionError) as e:
-        raise ArtifactError(
-            f"{path} holds no results of `tokenspeed prove run`: {e}", hint="give it what `-o` of a run wrote"
-        ) from None
-    return target, found
+    return read_run(path, "tokenspeed prove run", RESULTS_KIND, RESULTS_VERSION, _classes)
+
+
+def _classes(raw: Mapping[str, Any], _: Target) -> list[ProvenClass]:
+    json_check.check(raw, _RESULTS)
+    cases: dict[Any, list[Mapping[str, Any]]] = {}
+    for case in raw["cases"]:
+        cases.setdefault(class_key(case["op"], case["dtype"], case["key"]), []).append(case)
+    return [proven for group in cases.values() if (proven := proven_class(group, raw)) is not None]
 
 
 def proven_class(cases: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> ProvenClass | None:

@@ -416,7 +416,7 @@ class _Arguments:
             case ArgumentKind.INT:
                 return Int(self.call.sizes[rule.name], number_bytes)
             case ArgumentKind.FLOAT:
-                return _float(op.attrs.number(rule.name), number_bytes)
+                return float_argument(op.attrs.number(rule.name), number_bytes)
 
     def _part(self, rule: ArgumentRule, whole: Pointer) -> Pointer:
         """What ``rule`` names of a workspace: all of it, but for the kernels of libraries."""
@@ -432,7 +432,7 @@ class _Arguments:
         return Pointer(Region.WEIGHTS, tensor.offset, tensor.nbytes, Access.READ)
 
 
-def _float(value: float, nbytes: int) -> Float:
+def float_argument(value: float, nbytes: int) -> Float:
     """``value``, as the nearest float32 for a parameter of 4 bytes."""
     return Float(value) if nbytes == 8 else Float(struct.unpack("<f", struct.pack("<f", value))[0], nbytes)
 

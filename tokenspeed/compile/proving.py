@@ -6,25 +6,27 @@ tokenspeed/runtime/proving.py, class_tables.py puts what was found where builds 
 
 from __future__ import annotations
 
-import hashlib
-import struct
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from tokenspeed import __version__
 from tokenspeed.compile import probes
 from tokenspeed.compile.build import Progress
-from tokenspeed.compile.codegen import CompiledKernel, Job, compile_kernels
 from tokenspeed.compile.layout import SCRATCH_ALIGNMENT
-from tokenspeed.compile.lower import SCRATCH_PARAMETERS
+from tokenspeed.compile.lower import float_argument
+from tokenspeed.compile.pack_writer import (
+    SIZES,
+    PackResult,
+    PackWriter,
+    check_output,
+    kernels_of,
+    sequence,
+    sizes_stage,
+)
 from tokenspeed.compile.proof_cases import MIXED, Case, Step, attention_case, linear_case, norm_case, sample_case
-from tokenspeed.device_code import DeviceCode, read_device_code
-from tokenspeed.errors import ArtifactError, TargetError, UsageError
-from tokenspeed.gpu_verify import verify_gpu_graph
-from tokenspeed.graph import Access, Argument, Float, Int, Launch, LaunchGraph, Node, Pointer, Region
-from tokenspeed.graph_verify import verify_graph
+from tokenspeed.errors import UsageError
+from tokenspeed.graph import Access, Argument, LaunchGraph, Pointer, Region
 from tokenspeed.kernels.equivalence import MemberJson
 from tokenspeed.kernels.registry import ArgumentKind, ArgumentRule, DeviceKernel, KernelSpec, Request, Stage
 from tokenspeed.kernels.triton.proofs import COMPILER, MEMBERS
@@ -32,9 +34,8 @@ from tokenspeed.kernels.triton.source import functions_of, source_digest
 from tokenspeed.kernels.triton.stage import Extent, copy_stage
 from tokenspeed.kernels.triton_specs import triton_registry
 from tokenspeed.proof_pack import Compared, Piece, ProofCase, ProofManifest, Result, Run
-from tokenspeed.step import STEP_COUNTS, STEP_SCALARS, align
+from tokenspeed.step import STEP_COUNTS, align
 from tokenspeed.target import Target
-from tokenspeed.tuning_pack import STEP_SIZES_BYTES, write_pack
 
 _ALIGNMENT = 256
 _PAGE = 4096
@@ -68,24 +69,6 @@ def default_cases() -> Iterator[Case]:
         yield from (sample_case(chunks * 2048 - 1024, count) for count in shards)
 
 
-@dataclass(frozen=True)
-class PackResult:
-    """What was packed: where, its identity, bytes, how many cases, members and binaries, the kernels that do not
-    compile with their errors, and the seconds that each stage took."""
-
-    path: Path
-    digest: str
-    nbytes: int
-    cases: int
-    members: int
-    binaries: int
-    failures: Mapping[str, str]
-    seconds: Mapping[str, float]
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "path": str(self.path), "failures": dict(self.failures)}
-
-
 def pack(
     output: str | Path,
     target: Target,
@@ -113,20 +96,13 @@ def pack(
     with progress.stage("cases"):
         chosen = [case for case in (cases or default_cases()) if not ops or case.op in ops]
         plans = [_CasePlan(case, target) for case in chosen]
-    failures: dict[Job, TargetError] = {}
-    with progress.stage("compile"):
-        jobs = list(dict.fromkeys((kernel, target) for plan in plans for kernel in plan.kernels()))
-        compiled = compile_kernels(jobs, workers=workers, cache=cache, progress=progress.stream, failures=failures)
+    kernels = (kernel for plan in plans for kernel in plan.kernels())
+    writer = PackWriter(target, kernels, workers=workers, cache=cache, progress=progress)
     with progress.stage("pack"):
-        writer = _Writer(target, {kernel: code for (kernel, _), code in compiled.items()})
         written = tuple(case for plan in plans if (case := plan.write(writer)) is not None)
-        binaries = {code.name: f"kernels/{code.file_name}" for code in writer.used}
-        manifest = ProofManifest(str(target), __version__, COMPILER, probes.describe(), written, binaries, {})
-        digest = write_pack(path, manifest, writer.members)
-    return PackResult(
-        path, digest, path.stat().st_size, len(written), sum(len(case.compared) for case in written), len(binaries),
-        {str(kernel): error.message for (kernel, _), error in failures.items()}, progress.seconds,
-    )  # fmt: skip
+        manifest = ProofManifest(str(target), __version__, COMPILER, probes.describe(), written, writer.binaries, {})
+        members = sum(len(case.compared) for case in written)
+        return writer.write(path, manifest, cases=len(written), members=members)
 
 
 def _check_request(path: Path, target: Target, ops: Sequence[str] | None, force: bool) -> None:
@@ -137,59 +113,10 @@ def _check_request(path: Path, target: Target, ops: Sequence[str] | None, force:
     for op in ops or ():
         if op not in MEMBERS:
             raise UsageError(f"op {op!r} has no sums to compare", hint=f"those that have are {', '.join(MEMBERS)}")
-    if path.is_dir() or (path.exists() and not force):
-        raise ArtifactError(f"{path} exists already", hint="choose another path with -o, or pass --force to replace it")
+    check_output(path, force)
 
 
 # --- where it lies, and its graphs ----------------------------------------------------------------
-
-
-class _Writer:
-    """Collects the members of a pack: data and graphs by content, and the binaries that they use."""
-
-    def __init__(self, target: Target, compiled: Mapping[DeviceKernel, CompiledKernel]):
-        self.target, self.compiled = target, compiled
-        self.members: dict[str, bytes] = {}
-        self.used: dict[CompiledKernel, None] = {}
-        self._code: dict[str, DeviceCode] = {}
-
-    def has(self, stages: Sequence[Stage]) -> bool:
-        """Whether all kernels of ``stages`` compiled."""
-        return all(stage.kernel in self.compiled for stage in stages)
-
-    def add_data(self, data: bytes) -> str:
-        name = f"data/{hashlib.sha256(data).hexdigest()[:24]}"
-        self.members[name] = data
-        return name
-
-    def node(self, name: str, stage: Stage, arguments: Sequence[Argument], scratch: Argument) -> Node:
-        return Node(name, stage.symbol, (*arguments, scratch, SCRATCH_PARAMETERS[1]), (), self._launch(stage))
-
-    def _launch(self, stage: Stage) -> Launch:
-        assert stage.kernel is not None, stage.symbol
-        code = self.compiled[stage.kernel]
-        if code.name not in self._code:
-            self._code[code.name] = read_device_code(code.binary)
-            self.used[code] = None
-            self.members[f"kernels/{code.file_name}"] = code.binary
-        return Launch(code.name, stage.grid, (code.threads, 1, 1), code.shared_bytes, programmatic=stage.programmatic)
-
-    def add_graph(self, nodes: Sequence[Node], case: ProofCase) -> str:
-        """The member that holds the graph of ``nodes``, one after another, which is verified first. The second starts
-        when the first, which brings its inputs, has ended."""
-        linked = []
-        for i, node in enumerate(nodes):
-            launch = node.launch
-            if launch is not None and i == 1:
-                launch = replace(launch, programmatic=False)
-            linked.append(replace(node, predecessors=(i - 1,) if i else (), launch=launch))
-        graph = LaunchGraph(tuple(linked))
-        verify_gpu_graph(graph, self.target, self._code)
-        verify_graph(graph, case.region_sizes, 0)
-        data = graph.encode()
-        name = f"graphs/{hashlib.sha256(data).hexdigest()[:24]}.tslg"
-        self.members[name] = data
-        return name
 
 
 @dataclass(frozen=True)
@@ -265,10 +192,6 @@ class _CasePlan:
             )
         return needed
 
-    def _sizes_stage(self) -> Stage:
-        """The launch that brings the sizes of the step to region io."""
-        return copy_stage(self._target, [Extent(0, STEP_SIZES_BYTES, -1, 1, 1, STEP_SIZES_BYTES, known=True)])
-
     def _copy_results(self) -> Stage:
         """The launch that copies the rows of all results, from the beginning of the first."""
         counted = STEP_COUNTS.index("num_logit_rows")
@@ -278,13 +201,11 @@ class _CasePlan:
         ])  # fmt: skip
 
     def kernels(self) -> Iterator[DeviceKernel]:
-        for stage in (self._sizes_stage(), self._copy_results(), *self._stages()):
-            assert stage.kernel is not None, stage
-            yield stage.kernel
+        return kernels_of((sizes_stage(self._target), self._copy_results(), *self._stages()))
 
-    def write(self, writer: _Writer) -> ProofCase | None:
+    def write(self, writer: PackWriter) -> ProofCase | None:
         """The case with its graphs in ``writer``; None if no member compiled."""
-        if not writer.has([self._sizes_stage(), self._copy_results()]):
+        if not writer.has([sizes_stage(self._target), self._copy_results()]):
             return None
         case, used = self._case, [p for p in self._planned if writer.has([s for run in p.stages for s in run])]
         functions = functions_of(s.kernel for p in used for run in p.stages for s in run)
@@ -297,13 +218,13 @@ class _CasePlan:
             fetch="", erase="", functions=functions, source=source_digest(functions), runs=runs, compared=(),
         )  # fmt: skip
         nbytes = self._io_bytes - _PAGE
-        arena, host = ((Region.ARENA, 0), (Region.HOST_IO, _PAGE))
-        fetch = [self._copy(writer, (*arena, nbytes, Access.READ), (*host, nbytes, Access.WRITE))]
-        erase = [self._copy(writer, (*host, nbytes, Access.READ), (*arena, nbytes, Access.WRITE))]
+        arena, host = (Region.ARENA, 0, nbytes), (Region.HOST_IO, _PAGE, nbytes)
+        fetch = self._copy(writer, Pointer(*arena, Access.READ), Pointer(*host, Access.WRITE))
+        erase = self._copy(writer, Pointer(*host, Access.READ), Pointer(*arena, Access.WRITE))
         compared = []
         for planned in used:
             graphs = (
-                self._graph(writer, step, request, stages, empty) if stages else ""
+                writer.add_graph(self._graph(writer, step, request, stages), empty) if stages else ""
                 for step, request, stages in zip(case.steps, self._requests, planned.stages, strict=True)
             )
             compared.append(Compared(planned.member, tuple(graphs)))
@@ -311,7 +232,7 @@ class _CasePlan:
             empty, fetch=writer.add_graph(fetch, empty), erase=writer.add_graph(erase, empty), compared=tuple(compared)
         )
 
-    def _data(self, writer: _Writer) -> tuple[Piece, ...]:
+    def _data(self, writer: PackWriter) -> tuple[Piece, ...]:
         """What region weights is made of."""
         pieces, end = [], 0
         names = {name: writer.add_data(array.tobytes()) for name, array in self._case.arrays.items()}
@@ -328,36 +249,14 @@ class _CasePlan:
             end += padding
         return tuple(pieces)
 
-    def _copy(
-        self, writer: _Writer, source: tuple[Region, int, int, Access], target: tuple[Region, int, int, Access]
-    ) -> Node:
-        arguments: dict[str, Argument] = {
-            "step_sizes": Pointer(Region.HOST_IO, 0, STEP_SIZES_BYTES, Access.READ),
-            "source": Pointer(*source),
-            "target": Pointer(*target),
-            **dict.fromkeys(STEP_SCALARS, Int(0, 4)),  # of buckets: nothing is copied for as many as one has
-        }
-        stage = self._copy_results()
-        return writer.node("copy", stage, [arguments[rule.name] for rule in stage.arguments], SCRATCH_PARAMETERS[0])
+    def _copy(self, writer: PackWriter, source: Pointer, target: Pointer) -> LaunchGraph:
+        """The graph that copies all results."""
+        return sequence([writer.copy_node("copy", self._copy_results(), source, target)])
 
-    def _graph(self, writer: _Writer, step: Step, request: Request, stages: Sequence[Stage], case: ProofCase) -> str:
-        sizes = self._sizes_stage()
-        host = Pointer(Region.HOST_IO, 0, STEP_SIZES_BYTES, Access.READ)
-        inputs: dict[str, Argument] = {
-            "step_sizes": host,
-            "source": host,
-            "target": Pointer(Region.IO, 0, STEP_SIZES_BYTES, Access.WRITE),
-            **dict.fromkeys(STEP_SCALARS, Int(0, 4)),
-        }
-        nodes = [writer.node("inputs", sizes, [inputs[rule.name] for rule in sizes.arguments], SCRATCH_PARAMETERS[0])]
-        argument = self._argument(step, request)
-        for stage in stages:
-            scratch: Argument = SCRATCH_PARAMETERS[0]
-            if stage.scratch_bytes:
-                scratch = Pointer(Region.ARENA, self._scratch, stage.scratch_bytes, Access.READ | Access.WRITE)
-            name = f"{self._case.op} {stage.name}".rstrip()
-            nodes.append(writer.node(name, stage, [argument(rule) for rule in stage.arguments], scratch))
-        return writer.add_graph(nodes, case)
+    def _graph(self, writer: PackWriter, step: Step, request: Request, stages: Sequence[Stage]) -> LaunchGraph:
+        argument, name = self._argument(step, request), self._case.op
+        nodes = [writer.node(name, stage, argument, self._scratch) for stage in stages]
+        return sequence([writer.inputs_node(), *nodes])
 
     def _argument(self, step: Step, request: Request) -> Callable[[ArgumentRule], Argument]:
         """Makes the arguments of the kernels in a run."""
@@ -377,9 +276,9 @@ class _CasePlan:
                     nbytes = self._workspace_bytes(request)
                     return Pointer(Region.ARENA, self._workspace, nbytes, Access.READ | Access.WRITE)
                 case ArgumentKind.FLOAT:
-                    return Float(struct.unpack("<f", struct.pack("<f", self._case.floats[rule.name]))[0], 4)
+                    return float_argument(self._case.floats[rule.name], 4)
             assert rule.kind is ArgumentKind.SIZES, f"no proof pack can hold the argument {rule}"
-            return Pointer(Region.IO, 0, STEP_SIZES_BYTES, Access.READ)
+            return SIZES
 
         return argument
 

@@ -7,9 +7,7 @@ side is tokenspeed/runtime/tuning.py, the tables are tuning_tables.py, docs/tuni
 
 from __future__ import annotations
 
-import hashlib
 import math
-import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,29 +18,35 @@ from tokenspeed.bucket import Bucket, StepLimits
 from tokenspeed.compile.buckets import ladder
 from tokenspeed.compile.build import Progress
 from tokenspeed.compile.checkpoint import ModelConfig, open_checkpoint
-from tokenspeed.compile.codegen import CompiledKernel, Job, compile_kernels
 from tokenspeed.compile.dummy_weights import DummyCheckpoint
 from tokenspeed.compile.layout import SCRATCH_ALIGNMENT
-from tokenspeed.compile.lower import SCRATCH_PARAMETERS
+from tokenspeed.compile.lower import float_argument
 from tokenspeed.compile.models import build_program
+from tokenspeed.compile.pack_writer import (
+    SIZES,
+    PackResult,
+    PackWriter,
+    check_output,
+    kernels_of,
+    sequence,
+    sizes_stage,
+)
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
 from tokenspeed.compile.select import op_sizes
-from tokenspeed.device_code import DeviceCode, read_device_code
 from tokenspeed.envelope import resolve
-from tokenspeed.errors import ArtifactError, TargetError, UsageError
-from tokenspeed.gpu_verify import verify_gpu_graph
-from tokenspeed.graph import Access, Argument, Float, Int, Launch, LaunchGraph, Node, Pointer, Region
+from tokenspeed.errors import UsageError
+from tokenspeed.graph import Access, Argument, LaunchGraph, Pointer, Region
 from tokenspeed.graph_verify import verify_graph
 from tokenspeed.kernels.registry import ArgumentKind, ArgumentRule, DeviceKernel, Request, Stage
 from tokenspeed.kernels.triton.linear_tuning import LinearFamily
 from tokenspeed.kernels.triton.stage import Extent, copy_stage
 from tokenspeed.kernels.triton_specs import triton_registry
 from tokenspeed.kernels.tunable import Family, Predecessor, Variant
-from tokenspeed.step import STEP_COUNTS, STEP_SCALARS, align
+from tokenspeed.pack_file import region_sizes
+from tokenspeed.step import STEP_COUNTS, align
 from tokenspeed.target import Target
 from tokenspeed.tuning_pack import (
     SCRATCH_SLOTS,
-    STEP_SIZES_BYTES,
     Candidate,
     Case,
     PackManifest,
@@ -50,7 +54,6 @@ from tokenspeed.tuning_pack import (
     Rotation,
     Shape,
     chain,
-    write_pack,
 )
 
 FAMILIES: tuple[Family, ...] = (LinearFamily(),)
@@ -82,25 +85,6 @@ _PARTS: Mapping[str, _Part] = {
     "gfx942": _Part(Peak("MI300X", 5.3e12, 1307e12), 256 << 20),
     "gfx950": _Part(Peak("MI355X", 8.0e12, 2517e12), 256 << 20),
 }
-
-
-@dataclass(frozen=True)
-class PackResult:
-    """What was packed: where, its identity, bytes, how many shapes, cases, candidates and binaries, the kernels that
-    do not compile with their errors, and the seconds that each stage took."""
-
-    path: Path
-    digest: str
-    nbytes: int
-    shapes: int
-    cases: int
-    candidates: int
-    binaries: int
-    failures: Mapping[str, str]
-    seconds: Mapping[str, float]
-
-    def to_json(self) -> dict[str, Any]:
-        return {**self.__dict__, "path": str(self.path), "failures": dict(self.failures)}
 
 
 def pack(
@@ -145,22 +129,15 @@ def pack(
         plans = [_ShapePlan(key, sorted(group, key=_rows)) for key, group in requests.items()]
         if not plans:
             raise UsageError("nothing to tune: no op of the models has candidates", hint="leave --op and --rows out")
-    failures: dict[Job, TargetError] = {}
-    with progress.stage("compile"):
-        jobs = [(kernel, target) for plan in plans for kernel in plan.kernels()]
-        compiled = compile_kernels(jobs, workers=workers, cache=cache, progress=progress.stream, failures=failures)
+    kernels = (kernel for plan in plans for kernel in plan.kernels())
+    writer = PackWriter(target, kernels, workers=workers, cache=cache, progress=progress)
     with progress.stage("pack"):
-        writer = _Writer({kernel: code for (kernel, _), code in compiled.items()})
         shapes = tuple(shape for plan in plans if (shape := plan.write(writer)) is not None)
-        members = writer.members
-        binaries = {code.name: f"kernels/{code.file_name}" for code in writer.used}
-        manifest = PackManifest(str(target), __version__, tuple(models), _PARTS[target.arch].peak, shapes, binaries, {})
-        digest = write_pack(path, manifest, members)
-    cases = [case for shape in shapes for case in shape.cases]
-    return PackResult(
-        path, digest, path.stat().st_size, len(shapes), len(cases), sum(len(case.candidates) for case in cases),
-        len(binaries), {str(kernel): error.message for (kernel, _), error in failures.items()}, progress.seconds,
-    )  # fmt: skip
+        peak = _PARTS[target.arch].peak
+        manifest = PackManifest(str(target), __version__, tuple(models), peak, shapes, writer.binaries, {})
+        cases = [case for shape in shapes for case in shape.cases]
+        candidates = sum(len(case.candidates) for case in cases)
+        return writer.write(path, manifest, shapes=len(shapes), cases=len(cases), candidates=candidates)
 
 
 def _check_request(path: Path, target: Target, ops: Sequence[str] | None, force: bool) -> None:
@@ -170,8 +147,7 @@ def _check_request(path: Path, target: Target, ops: Sequence[str] | None, force:
     for op in ops or ():
         if op not in known:
             raise UsageError(f"op {op!r} has no candidates", hint=f"those that have are {', '.join(known)}")
-    if path.is_dir() or (path.exists() and not force):
-        raise ArtifactError(f"{path} exists already", hint="choose another path with -o, or pass --force to replace it")
+    check_output(path, force)
 
 
 # --- what is to be timed --------------------------------------------------------------------------
@@ -237,52 +213,6 @@ def _group(family: Family, request: Request) -> _Key:
 # --- where it lies, and its graphs ----------------------------------------------------------------
 
 
-class _Writer:
-    """Collects the members of a pack: graphs by content, and the binaries that they use."""
-
-    def __init__(self, compiled: Mapping[DeviceKernel, CompiledKernel]):
-        self.compiled = compiled
-        self.members: dict[str, bytes] = {}
-        self.used: dict[CompiledKernel, None] = {}
-        self._code: dict[str, DeviceCode] = {}
-
-    def has(self, stages: Iterable[Stage]) -> bool:
-        """Whether all kernels of ``stages`` compiled."""
-        return all(stage.kernel in self.compiled for stage in stages)
-
-    def node(self, name: str, stage: Stage, argument: Callable[[ArgumentRule], Argument], scratch: int) -> Node:
-        """A launch of ``stage``, with the arguments that ``argument`` makes and, if it needs any, scratch memory at
-        ``scratch`` in region arena."""
-        first, last = SCRATCH_PARAMETERS
-        used = Pointer(Region.ARENA, scratch, stage.scratch_bytes, Access.READ | Access.WRITE)
-        args = (*map(argument, stage.arguments), used if stage.scratch_bytes else first, last)
-        return Node(f"{name} {stage.name}".rstrip(), stage.symbol, args, (), self._launch(stage))
-
-    def _launch(self, stage: Stage) -> Launch:
-        assert stage.kernel is not None, stage.symbol
-        code = self.compiled[stage.kernel]
-        if code.name not in self._code:
-            self._code[code.name] = read_device_code(code.binary)
-            self.used[code] = None
-            self.members[f"kernels/{code.file_name}"] = code.binary
-        return Launch(code.name, stage.grid, (code.threads, 1, 1), code.shared_bytes, programmatic=stage.programmatic)
-
-    def add_graph(self, graph: LaunchGraph, shape: Shape, target: Target) -> str:
-        """The member that holds ``graph``, which is verified first."""
-        verify_gpu_graph(graph, target, self._code)
-        verify_graph(graph, shape.region_sizes, 0)
-        data = graph.encode()
-        name = f"graphs/{hashlib.sha256(data).hexdigest()[:24]}.tslg"
-        self.members[name] = data
-        return name
-
-    def add_call(self, graph: LaunchGraph, shape: Shape, target: Target) -> str:
-        """As ``add_graph``, for a call of ``shape``, of which a chain is verified too."""
-        inputs = LaunchGraph.decode(self.members[shape.inputs])
-        verify_graph(chain(inputs, graph, shape, 3), shape.region_sizes, 0)
-        return self.add_graph(graph, shape, target)
-
-
 @dataclass(frozen=True)
 class _Planned:
     """A case before its kernels are compiled."""
@@ -346,10 +276,6 @@ class _ShapePlan:
         copies = min(_MOST_COPIES, max(2, math.ceil(cold / nbytes)))
         return Rotation(start, nbytes, align(nbytes, _ALIGNMENT), copies)
 
-    def _inputs(self) -> Stage:
-        """The launch that brings the sizes of the step to region io."""
-        return copy_stage(self._target, [Extent(0, STEP_SIZES_BYTES, -1, 1, 1, STEP_SIZES_BYTES, known=True)])
-
     def _fetch(self) -> Stage:
         """The launch that copies the result to the host, each from the beginning of its memory."""
         nbytes = self._most * self._row_bytes
@@ -357,14 +283,13 @@ class _ShapePlan:
         return copy_stage(self._target, [rows])
 
     def kernels(self) -> Iterator[DeviceKernel]:
-        yield from (stage.kernel for stage in (self._inputs(), self._fetch()) if stage.kernel is not None)
+        yield from kernels_of((sizes_stage(self._target), self._fetch()))
         for case in self._cases:
-            stages = [*_stages(case.before), *(stage for v in case.variants for stage in v.stages)]
-            yield from (stage.kernel for stage in stages if stage.kernel is not None)
+            yield from kernels_of((*_stages(case.before), *(stage for v in case.variants for stage in v.stages)))
 
-    def write(self, writer: _Writer) -> Shape | None:
+    def write(self, writer: PackWriter) -> Shape | None:
         """The shape with its graphs in ``writer``; None if nothing of it compiled."""
-        if not writer.has([self._inputs(), self._fetch()]):
+        if not writer.has([sizes_stage(self._target), self._fetch()]):
             return None
         rotation, result_bytes = self._rotation, self._most * self._row_bytes
         scratch = self._result_at + align(result_bytes, _ALIGNMENT)
@@ -383,28 +308,17 @@ class _ShapePlan:
         cases = tuple(case for case in written if case.candidates)
         return replace(shape, cases=cases) if cases else None
 
-    def _with_copies(self, shape: Shape, writer: _Writer) -> Shape:
+    def _with_copies(self, shape: Shape, writer: PackWriter) -> Shape:
         """``shape`` with the graphs that bring sizes in and results out."""
-        host_sizes = Pointer(Region.HOST_IO, 0, STEP_SIZES_BYTES, Access.READ)
         nbytes = self._most * self._row_bytes
-        copies = {
-            "inputs": (self._inputs(), host_sizes, Pointer(Region.IO, 0, STEP_SIZES_BYTES, Access.WRITE)),
-            "fetch": (
-                self._fetch(),
-                Pointer(Region.ARENA, self._result_at, nbytes, Access.READ),
-                Pointer(Region.HOST_IO, shape.result_offset, nbytes, Access.WRITE),
-            ),
-        }
-        members: dict[str, Any] = {}
-        for name, (stage, source, target) in copies.items():
-            arguments: dict[str, Argument] = {"step_sizes": host_sizes, "source": source, "target": target}
-            arguments |= dict.fromkeys(STEP_SCALARS, Int(0, 4))  # of buckets: nothing is copied for as many as one has
-            node = writer.node(name, stage, lambda rule, found=arguments: found[rule.name], 0)  # type: ignore[misc]
-            members[name] = writer.add_graph(LaunchGraph((node,)), shape, self._target)
+        source = Pointer(Region.ARENA, self._result_at, nbytes, Access.READ)
+        target = Pointer(Region.HOST_IO, shape.result_offset, nbytes, Access.WRITE)
+        nodes = {"inputs": writer.inputs_node(), "fetch": writer.copy_node("fetch", self._fetch(), source, target)}
+        members: dict[str, Any] = {name: writer.add_graph(sequence([node]), shape) for name, node in nodes.items()}
         return replace(shape, **members)
 
-    def _write_case(self, shape: Shape, case: _Planned, writer: _Writer) -> Case:
-        target, first = case.request.target, _stages(case.before)
+    def _write_case(self, shape: Shape, case: _Planned, writer: PackWriter) -> Case:
+        first = _stages(case.before)
         if not writer.has(first):
             case, first = replace(case, before=None), ()
         head = [writer.node(_BEFORE, stage, self._before_argument(case), shape.scratch.offset) for stage in first]
@@ -415,16 +329,15 @@ class _ShapePlan:
                     writer.node(self._key.op, stage, self._argument(case), shape.scratch.offset)
                     for stage in variant.stages
                 ]
-                graph = writer.add_call(_sequence([*head, *nodes]), shape, target)
-                candidates.append(Candidate(variant.config, graph))
+                candidates.append(Candidate(variant.config, _add_call(writer, sequence([*head, *nodes]), shape)))
         work, copies = self._family.work(case.request), shape.rotation.copies
-        bound, _ = _PARTS[target.arch].peak.bound(work.nbytes, work.flops)
+        bound, _ = _PARTS[self._target.arch].peak.bound(work.nbytes, work.flops)
         return Case(
             rows=case.request.sizes["M"],
             repeats=copies * max(1, round(_REPLAY_SECONDS / max(bound, 1e-6) / copies)),
             nbytes=work.nbytes,
             flops=work.flops,
-            before=writer.add_call(_sequence(head), shape, target) if head and candidates else "",
+            before=_add_call(writer, sequence(head), shape) if head and candidates else "",
             candidates=tuple(candidates),
         )
 
@@ -457,7 +370,7 @@ class _ShapePlan:
                 place = self._places[f"{_BEFORE} {rule.name}"]
                 return Pointer(Region.WEIGHTS, place, case.before.operands[rule.name], Access.READ)
             if rule.kind is ArgumentKind.FLOAT:
-                return Float(_float32(case.before.attributes[rule.name]), 4)
+                return float_argument(case.before.attributes[rule.name], 4)
             return _step_sizes(rule)
 
         return argument
@@ -465,12 +378,13 @@ class _ShapePlan:
 
 def _step_sizes(rule: ArgumentRule) -> Pointer:
     assert rule.kind is ArgumentKind.SIZES, f"no pack can hold the argument {rule}"
-    return Pointer(Region.IO, 0, STEP_SIZES_BYTES, Access.READ)
+    return SIZES
 
 
-def _float32(value: float) -> float:
-    rounded: float = struct.unpack("<f", struct.pack("<f", value))[0]
-    return rounded
+def _add_call(writer: PackWriter, graph: LaunchGraph, shape: Shape) -> str:
+    """The member that holds ``graph``, a call of ``shape``, of which a chain is verified too."""
+    verify_graph(chain(LaunchGraph((writer.inputs_node(),)), graph, shape, 3), region_sizes(shape), 0)
+    return writer.add_graph(graph, shape)
 
 
 def _stages(before: Predecessor | None) -> tuple[Stage, ...]:
@@ -478,8 +392,3 @@ def _stages(before: Predecessor | None) -> tuple[Stage, ...]:
         return ()
     spec, _ = triton_registry().select(before.request)
     return spec.stages(before.request)
-
-
-def _sequence(nodes: Sequence[Node]) -> LaunchGraph:
-    """Each node after the one before it."""
-    return LaunchGraph(tuple(replace(node, predecessors=(i - 1,) if i else ()) for i, node in enumerate(nodes)))

@@ -6,22 +6,21 @@ Builds read them wherever they run (kernels/triton/linear_config.py); kernels/tu
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from tokenspeed import json_check
-from tokenspeed.errors import ArtifactError, TargetError
+from tokenspeed.compile.run_results import is_date, read_run
+from tokenspeed.errors import ArtifactError
 from tokenspeed.kernels.triton import linear_config
 from tokenspeed.kernels.triton.linear_config import FORMAT_VERSION, Config, to_json, usable
-from tokenspeed.target import GPU_TARGETS, Target
+from tokenspeed.pack_file import write_whole
+from tokenspeed.target import Target
 from tokenspeed.tuning_pack import FORMAT_VERSION as RESULTS_VERSION
-from tokenspeed.tuning_pack import Peak, write_whole
+from tokenspeed.tuning_pack import RESULTS_KIND, Peak
 
-RESULTS_KIND = "tokenspeed tuning results"
-_ZIP = b"PK\x03\x04"  # how packs begin
 Entry: TypeAlias = dict[str, Any]
 Key: TypeAlias = tuple[str, int, int, int, str, str]
 _CHOICE = {"us": float, "config": dict}
@@ -99,7 +98,7 @@ def read_table(target: Target, folder: Path | None = None) -> dict[str, list[Ent
             if "share" in entry:
                 json_check.check(entry, _SHARE)
             _config(entry["config"], target, entry["op"])
-            _require(entry, "date", _is_date)
+            _require(entry, "date", is_date)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise ArtifactError(f"{path} is no tuning table: {e}", hint="restore it, or remove it to start anew") from None
     return {str(family): list(entries) for family, entries in table.items()}
@@ -127,44 +126,21 @@ def _key(entry: Entry) -> Key:
 
 def read_results(path: Path) -> tuple[Target, list[tuple[str, Entry]]]:
     """(target, (family, entry of a table) of every case that has a winner) of a run. Raises ArtifactError."""
-    try:
-        data = path.read_bytes()
-        if data.startswith(_ZIP):
-            raise ArtifactError(
-                f"{path} is a pack: need results, the JSON file that `tokenspeed tune run` writes",
-                hint=f"time the pack on a GPU with `tokenspeed tune run {path} -o RESULTS.json`, and merge those",
-            )
-        raw = json_check.parse(data)
-        if not isinstance(raw, dict) or raw.get("kind") != RESULTS_KIND:
-            raise ValueError("it does not say that it is one")
-        if raw["format_version"] != RESULTS_VERSION:
-            raise ValueError(f"it has format version {raw['format_version']}, this TokenSpeed reads {RESULTS_VERSION}")
-        target = Target.parse(raw["target"])
-        if str(target) not in GPU_TARGETS:
-            raise ValueError(f"its target is {target}")
-        _require(raw, "device", lambda device: isinstance(device, str) and device != "")
-        _require(raw, "date", _is_date)
-        json_check.check(raw, {"peak": {"part": str, "bytes_per_s": float, "flops_per_s": float}})
-        for name in ("bytes_per_s", "flops_per_s"):
-            _require(raw["peak"], name, lambda rate: 1 <= rate < 1e30)
-        found = [(e["family"], _entry(e, raw, target)) for e in raw["entries"] if e["timed"]]
-        for family, _ in found:
-            if family != "linear":
-                raise ValueError(f"no table has a list {family!r}")
-    except OSError as e:
-        raise ArtifactError(
-            f"cannot read {path}: {e.strerror or e}", hint="give it what `-o` of `tokenspeed tune run` wrote"
-        ) from None
-    except (ValueError, KeyError, TypeError, AttributeError, TargetError, RecursionError) as e:
-        reason = f"it has no {e}" if isinstance(e, KeyError) else str(e)
-        reason = "it is no text" if isinstance(e, UnicodeDecodeError) else reason
-        raise ArtifactError(
-            f"{path} holds no results of `tokenspeed tune run`: {reason}", hint="give it what `-o` of a run wrote"
-        ) from None
-    return target, found
+    return read_run(path, "tokenspeed tune run", RESULTS_KIND, RESULTS_VERSION, _entries)
 
 
-def _entry(found: Entry, run: Entry, target: Target) -> Entry:
+def _entries(raw: Mapping[str, Any], target: Target) -> list[tuple[str, Entry]]:
+    json_check.check(raw, {"peak": {"part": str, "bytes_per_s": float, "flops_per_s": float}})
+    for name in ("bytes_per_s", "flops_per_s"):
+        _require(raw["peak"], name, lambda rate: 1 <= rate < 1e30)
+    found = [(e["family"], _entry(e, raw, target)) for e in raw["entries"] if e["timed"]]
+    for family, _ in found:
+        if family != "linear":
+            raise ValueError(f"no table has a list {family!r}")
+    return found
+
+
+def _entry(found: Entry, run: Mapping[str, Any], target: Target) -> Entry:
     """The entry of a table for one case of a run."""
     for name in ("N", "K", "M", "bytes", "flops"):
         _require(found, name, lambda value: type(value) is int and value > 0)
@@ -205,10 +181,6 @@ def _config(raw: Mapping[str, Any], target: Target, op: str) -> dict[str, Any]:
     if not usable(config, target, op):
         raise ValueError(f"{config} does not fit {target}")
     return to_json(config)
-
-
-def _is_date(value: Any) -> bool:
-    return isinstance(value, str) and re.fullmatch(r"\d{4}-\d\d-\d\d", value) is not None
 
 
 def _require(raw: Mapping[str, Any], name: str, good: Callable[[Any], bool]) -> None:

@@ -7,17 +7,15 @@ out the same in all runs; members whose logical rows are all equal make a class 
 from __future__ import annotations
 
 import hashlib
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import date
-from pathlib import Path
+from itertools import repeat
 from typing import Any
 
 from tokenspeed import _native
-from tokenspeed.errors import ResourceError
+from tokenspeed.pack_file import ConfigJson
 from tokenspeed.proof_pack import (
     ERASED,
     FORMAT_VERSION,
@@ -30,9 +28,10 @@ from tokenspeed.proof_pack import (
     Run,
     equal_answers,
 )
-from tokenspeed.runtime.places import Gpu, GpuPlace
-from tokenspeed.runtime.tuning import held_open
-from tokenspeed.tuning_pack import ConfigJson
+from tokenspeed.runtime.pack_device import GraphLoader, held_open, opened, weights_file
+from tokenspeed.runtime.places import Gpu
+
+_KEPT = "what was compared before it"
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,9 @@ def compare(results: ProofResults, report: Callable[[int, int, CaseResult], None
     cases, started = results.pack.manifest.cases, time.monotonic()
     with held_open(results.gpu):
         for done, case in enumerate(cases, 1):
-            with _Bench.opened(results.pack, case, results.gpu) as bench:
+            operands = weights_file("prove", "probes", case.weights_bytes, _data(results.pack, case))
+            with operands as file, opened(results.gpu, case, file, kept=_KEPT) as device:
+                bench = _Bench(results.pack, case, device)
                 result = classify(case, [bench.answer(compared) for compared in case.compared])
             results.cases.append(result)
             results.seconds = time.monotonic() - started
@@ -112,27 +113,9 @@ class _Bench:
 
     def __init__(self, pack: ProofPack, case: ProofCase, device: Any):
         self._pack, self._case, self._device = pack, case, device
-        self._binaries: set[str] = set()
+        self._graphs = GraphLoader(pack, device)
         self._fetch, self._erase = self._load(case.fetch), self._load(case.erase)
         self._first = case.results[0].offset
-
-    @classmethod
-    @contextmanager
-    def opened(cls, pack: ProofPack, case: ProofCase, gpu: Gpu) -> Iterator[_Bench]:
-        """A bench that is ready; DeviceErrors of what is done with it become ResourceErrors."""
-        with _data_file(pack, case) as file:
-            device = GpuPlace(gpu).open()
-            try:
-                device.load_weights(str(file), 0, case.weights_bytes)
-                device.allocate("arena", case.arena_bytes)
-                device.allocate_io(case.io_bytes, 0)
-                yield cls(pack, case, device)
-            except _native.DeviceError as e:
-                raise ResourceError(
-                    f"GPU {gpu.ordinal} ({gpu.name}) failed at {case}: {e}", hint="what was compared before it is kept"
-                ) from None
-            finally:
-                device.close()
 
     def answer(self, compared: Compared) -> Answer:
         """What ``compared`` gives in all its runs."""
@@ -149,14 +132,8 @@ class _Bench:
         return Answer(compared.member, seen.rows, seen.vacuous())
 
     def _load(self, name: str) -> int:
-        """The handle of a graph, with the binaries that it needs. Raises ArtifactError, _native.GraphError."""
-        graph = self._pack.read_graph(name)
-        for node in graph.nodes:
-            binary = "" if node.launch is None else node.launch.binary
-            if binary not in self._binaries:
-                self._device.load_binary(binary, self._pack.read_binary(binary, name))
-                self._binaries.add(binary)
-        return int(self._device.load_graph(graph.encode(), 0))
+        """The handle of a graph. Raises ArtifactError, _native.GraphError."""
+        return self._graphs.load(name, self._pack.read_graph(name))
 
     def _results(self, graph: int, run: Run) -> list[bytes | None]:
         """Digest of each row of the results; None for one that the graph has not written."""
@@ -174,20 +151,9 @@ class _Bench:
         return found
 
 
-@contextmanager
-def _data_file(pack: ProofPack, case: ProofCase) -> Iterator[Path]:
-    """A file of the case's operands: the device fills its region weights from one."""
+def _data(pack: ProofPack, case: ProofCase) -> Iterator[memoryview]:
+    """The operands of the case, in pieces. Raises ArtifactError."""
     members = {piece.member: pack.read(piece.member) for piece in case.data}
-    try:
-        with tempfile.NamedTemporaryFile(prefix="tokenspeed-prove-") as file:
-            for piece in case.data:
-                part = memoryview(members[piece.member])[piece.offset : piece.offset + piece.nbytes]
-                for _ in range(piece.repeat):
-                    file.write(part)
-            file.flush()
-            yield Path(file.name)
-    except OSError as e:
-        raise ResourceError(
-            f"cannot write {case.weights_bytes / 1e6:.0f} MB of probes to {tempfile.gettempdir()}: {e.strerror or e}",
-            hint="set TMPDIR to a folder with room",
-        ) from None
+    for piece in case.data:
+        part = memoryview(members[piece.member])[piece.offset : piece.offset + piece.nbytes]
+        yield from repeat(part, piece.repeat)

@@ -9,32 +9,19 @@ from __future__ import annotations
 import hashlib
 import random
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import date
-from pathlib import Path
 from typing import Any
 
 from tokenspeed import _native
-from tokenspeed.errors import ArtifactError, ResourceError, UsageError
-from tokenspeed.graph import LaunchGraph
-from tokenspeed.runtime.places import Gpu, GpuPlace, driver_text, look_for_gpus
+from tokenspeed.pack_file import ConfigJson
+from tokenspeed.runtime.pack_device import GraphLoader, held_open, opened, weights_file
+from tokenspeed.runtime.places import Gpu
 from tokenspeed.step import align
-from tokenspeed.target import Target
-from tokenspeed.tuning_pack import (
-    FORMAT_VERSION,
-    Candidate,
-    Case,
-    ConfigJson,
-    Shape,
-    TuningPack,
-    chain,
-)
+from tokenspeed.tuning_pack import FORMAT_VERSION, RESULTS_KIND, Candidate, Case, Shape, TuningPack, chain
 
-KIND = "tokenspeed tuning results"
 ROUNDS = 5
 """Times that every candidate still in the race takes its turn."""
 REPLAYS = 4
@@ -42,6 +29,7 @@ REPLAYS = 4
 _KEEP = (1.5, 1.2, 1.1, 1.05)
 """After each round: how many times the best time a candidate may take to stay in the race; the last holds on."""
 _TIMED_STEPS = 64
+_KEPT = "what was measured before it"
 _SET_ALIGNMENT = 4096
 _FILL_BYTES = 2 * 8388593
 """Period of the random bytes: of no simple ratio to any matrix, so that no two copies of one are equal."""
@@ -96,44 +84,13 @@ class Results:
         """As ``tokenspeed tune merge`` reads it."""
         manifest = self.pack.manifest
         return {
-            "kind": KIND, "format_version": FORMAT_VERSION, "target": manifest.target, "pack": self.pack.digest,
+            "kind": RESULTS_KIND, "format_version": FORMAT_VERSION, "target": manifest.target, "pack": self.pack.digest,
             "models": list(manifest.models), "device": self.gpu.name, "driver": self.gpu.driver,
             "date": str(date.today()),
             "peak": {"part": manifest.peak.part, "bytes_per_s": manifest.peak.bytes_per_s,
                      "flops_per_s": manifest.peak.flops_per_s},
             "entries": [outcome.to_json() for outcome in self.outcomes], "skipped": list(self.skipped),
         }  # fmt: skip
-
-
-def find_gpu(target: Target, ordinal: int | None) -> Gpu:
-    """The GPU to measure on: number ``ordinal``, or the first that runs ``target``.
-
-    Raises:
-        ResourceError: there is no GPU, or its driver is too old. UsageError: there is no GPU of this number.
-        ArtifactError: the pack is for another architecture.
-    """
-    found = look_for_gpus([target.backend])
-    have = ", ".join(f"GPU {gpu.ordinal} is {gpu.name}, {gpu.arch}" for gpu in found.gpus)
-    if not found.gpus:
-        raise ResourceError(
-            f"the pack is for {target}, and no GPU was found: {found.reasons[target.backend]}",
-            hint="run it on a machine with that GPU; see `tokenspeed doctor`",
-        )
-    if ordinal is not None and all(gpu.ordinal != ordinal for gpu in found.gpus):
-        raise UsageError(f"there is no GPU {ordinal}: {have}", hint="see `tokenspeed doctor`")
-    fitting = [gpu for gpu in found.gpus if gpu.target == target and ordinal in (None, gpu.ordinal)]
-    if not fitting:
-        kinds = {gpu.target for gpu in found.gpus if gpu.target is not None and ordinal in (None, gpu.ordinal)}
-        hint = "".join(f"make one with `tokenspeed tune pack --target {kind}`" for kind in list(kinds)[:1])
-        raise ArtifactError(f"the pack is for {target}; {have}", hint=hint or None)
-    gpu, least = fitting[0], target.gpu.min_driver
-    if gpu.driver_version < least:
-        raise ResourceError(
-            f"{target} needs a driver of {driver_text(gpu.backend, least)} or later; GPU {gpu.ordinal} ({gpu.name})"
-            f" has one of {gpu.driver}",
-            hint="update the GPU driver",
-        )
-    return gpu
 
 
 def measure(
@@ -157,13 +114,15 @@ def measure(
     shapes = pack.manifest.shapes
     total, done = sum(len(shape.cases) for shape in shapes), 0
     most = max((shape.weights_bytes for shape in shapes), default=0)
-    with _filled_file(most) as file, held_open(results.gpu):
+    weights = weights_file("tune", "random weights", most, _filling(most))
+    with weights as file, held_open(results.gpu):
         for shape in shapes:
             if deadline is not None and clock() >= deadline:
                 results.skipped += [f"{shape} M={case.rows}" for case in shape.cases]
                 done += len(shape.cases)
                 continue
-            with _Bench.opened(pack, shape, results.gpu, file) as bench:
+            with opened(results.gpu, shape, file, kept=_KEPT, timed_steps=_TIMED_STEPS) as device:
+                bench = _Bench(pack, shape, device)
                 for case in shape.cases:
                     now, done = clock(), done + 1
                     if deadline is not None and now >= deadline:
@@ -185,35 +144,11 @@ def filling() -> bytes:
     return bytes(block)
 
 
-@contextmanager
-def _filled_file(nbytes: int) -> Iterator[Path]:
-    """A file of ``nbytes`` random bytes, as long as it is needed: the device fills its region weights from one."""
+def _filling(nbytes: int) -> Iterator[memoryview]:
+    """``nbytes`` of it, over and over, in pieces."""
     block = filling()
-    with ExitStack() as stack:
-        try:
-            file = stack.enter_context(tempfile.NamedTemporaryFile(prefix="tokenspeed-tune-"))
-            for start in range(0, nbytes, len(block)):
-                file.write(memoryview(block)[: nbytes - start])
-            file.flush()
-        except OSError as e:
-            raise ResourceError(
-                f"cannot write {nbytes / 1e6:.0f} MB of random weights to {tempfile.gettempdir()}: {e.strerror or e}",
-                hint="set TMPDIR to a folder with room",
-            ) from None
-        yield Path(file.name)
-
-
-@contextmanager
-def held_open(gpu: Gpu) -> Iterator[None]:
-    """Every shape has a device of its own; this keeps what is slow to make from one to the next."""
-    try:
-        context = _native.GpuContext(gpu.backend, gpu.ordinal)
-    except _native.DeviceError as e:
-        raise ResourceError(f"cannot open GPU {gpu.ordinal} ({gpu.name}): {e}") from None
-    try:
-        yield
-    finally:
-        context.close()
+    for start in range(0, nbytes, len(block)):
+        yield memoryview(block)[: nbytes - start]
 
 
 # --- one shape on the device ----------------------------------------------------------------------
@@ -224,27 +159,9 @@ class _Bench:
 
     def __init__(self, pack: TuningPack, shape: Shape, device: Any):
         self._pack, self._shape, self._device = pack, shape, device
-        self._binaries: set[str] = set()
-        self._inputs = self._pack.read_graph(shape.inputs)
-        self._fetch = self._place(shape.fetch, self._pack.read_graph(shape.fetch))
-
-    @classmethod
-    @contextmanager
-    def opened(cls, pack: TuningPack, shape: Shape, gpu: Gpu, weights: Path) -> Iterator[_Bench]:
-        """A bench that is ready to measure; DeviceErrors of what is done with it become ResourceErrors."""
-        device = GpuPlace(gpu).open()
-        try:
-            device.time_steps(_TIMED_STEPS)
-            device.load_weights(str(weights), 0, shape.weights_bytes)
-            device.allocate("arena", shape.arena_bytes)
-            device.allocate_io(shape.io_bytes, 0)
-            yield cls(pack, shape, device)
-        except _native.DeviceError as e:
-            raise ResourceError(
-                f"GPU {gpu.ordinal} ({gpu.name}) failed at {shape}: {e}", hint="what was measured before it is kept"
-            ) from None
-        finally:
-            device.close()
+        self._graphs = GraphLoader(pack, device)
+        self._inputs = pack.read_graph(shape.inputs)
+        self._fetch = self._graphs.load(shape.fetch, pack.read_graph(shape.fetch))
 
     def outcome(self, case: Case, over: Callable[[], bool]) -> Outcome:
         """Check and time all candidates of ``case``; no new round begins when ``over`` says so."""
@@ -272,18 +189,7 @@ class _Bench:
 
     def _load(self, name: str, repeats: int) -> int:
         """The handle of the graph of ``repeats`` calls. Raises ArtifactError, _native.GraphError."""
-        return self._place(name, chain(self._inputs, self._pack.read_graph(name), self._shape, repeats))
-
-    def _place(self, name: str, graph: LaunchGraph) -> int:
-        """The handle of ``graph``, made of the member ``name``, with the binaries that it needs."""
-        for node in graph.nodes:
-            self._load_binary(name, "" if node.launch is None else node.launch.binary)
-        return int(self._device.load_graph(graph.encode(), 0))
-
-    def _load_binary(self, graph: str, name: str) -> None:
-        if name not in self._binaries:
-            self._device.load_binary(name, self._pack.read_binary(name, graph))
-            self._binaries.add(name)
+        return self._graphs.load(name, chain(self._inputs, self._pack.read_graph(name), self._shape, repeats))
 
     def _agreeing(
         self, case: Case, loaded: Sequence[tuple[Candidate, int]]
