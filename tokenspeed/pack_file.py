@@ -71,8 +71,8 @@ Contents = TypeVar("Contents", bound=AnyManifest)
 
 
 class Part(Protocol):
-    """What of a pack has a device of its own: one shape, with the bytes of the regions that its graphs need. Errors name
-    it by its text."""
+    """One shape of a pack, which has a device of its own: bytes of the regions that its graphs need. Errors show its
+    text."""
 
     @property
     def weights_bytes(self) -> int: ...
