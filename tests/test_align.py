@@ -248,6 +248,12 @@ HOSTILE: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
     (lambda h: h.pop("__metadata__"), "its metadata lack 'commit'"),
     (lambda h: h["__metadata__"].update(temperature="warm"), "its temperature is 'warm'"),
     (lambda h: h["__metadata__"].update(temperature="nan"), "its temperature is 'nan'"),
+    (lambda h: h["__metadata__"].update(temperature="1e30"), "its temperature is '1e30'"),
+    (lambda h: h["logprob"].update(data_offsets=[0, 4 * 67]), "its tensors logprob and ids overlap"),
+    (
+        lambda h: (h["__metadata__"].update(temperature="0.5"), h.pop("seeds")),
+        "temperature 0.5, and it has no tensor",
+    ),
     (lambda h: h.update(more=h["ids"]), "it has a tensor 'more', which no dump has"),
     (retyped("ids", "I32"), "ids must be I64 of one dimension, not I32"),
     (retyped("logprob", "F16"), "logprob must be F32 of one dimension, not F16"),
@@ -308,6 +314,8 @@ def test_dumps_of_another_model(engine: Engine, greedy: Dump) -> None:
     assert greedy.first_logits is not None
     with pytest.raises(DumpError, match="first_logits has 284 values, and the artifact's vocabulary 283"):
         check_dump(engine, replace(greedy, first_logits=[*greedy.first_logits, 0.0]))
+    with pytest.raises(DumpError, match="there is nothing to compare: no sequence has a second token"):
+        check_dump(engine, Dump((Sequence([5], []), Sequence([6], [])), "c"))
 
 
 # ---- the command line -----------------------------------------------------------------------------------------------
@@ -338,6 +346,15 @@ def test_the_command_line(tiny_artifact: Path, tmp_path: Path, capsys: pytest.Ca
     assert main(check) == 12
     text = capsys.readouterr().out
     assert "first: sequence 0, position 3, token" in text and "1 ulp away" in text and "1 differ" in text
+
+
+def test_texts_of_a_dump_do_not_steer_the_terminal(
+    greedy: Dump, tiny_artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_dump(tmp_path / "d", replace(greedy, commit="\x1b[2Jme\n", artifact="\x1b]0;"))
+    assert main(["align", "check", str(tiny_artifact), str(tmp_path / "d"), "--threads", "1", "--kv-gib", "0.02"]) == 0
+    text = capsys.readouterr().out
+    assert "made by ?[2Jme?\n" in text and "the artifact ?]0;, this" in text and "\x1b" not in text
 
 
 def test_the_command_line_refuses(tiny_artifact: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -124,7 +124,7 @@ def test_only_files_below_the_folder(server: Running, folder: Path) -> None:
         status, body = update(server, path=path)
         assert status == 403 and body["error"]["code"] == "forbidden", path
         assert body["error"]["type"] == "permission_error" and "is not below the folder" in body["error"]["message"]
-    for path in ("none", "deep", "loop", "deep/none/x"):
+    for path in ("none", "deep", "loop", "deep/none/x", "x" * 300, "x/" * 2000):
         status, body = update(server, path=path)
         assert status == 400 and body["error"]["code"] == "weights_error", path
         assert body["error"]["param"] == "path" and body["error"]["message"].startswith("cannot read the weights")

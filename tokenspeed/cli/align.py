@@ -192,9 +192,11 @@ def _json(path: str, dump: Dump, verdicts: list[Verdict]) -> dict[str, Any]:
 
 def _print(path: str, dump: Dump, verdicts: list[Verdict], digest: str) -> None:
     tokens = sum(len(s.ids) for s in dump.sequences)
-    print(f"{path}: {_count(len(dump.sequences), 'sequence')}, {_count(tokens, 'token')}, made by {dump.commit}")
+    print(
+        f"{path}: {_count(len(dump.sequences), 'sequence')}, {_count(tokens, 'token')}, made by {_plain(dump.commit)}"
+    )
     if dump.artifact and dump.artifact != digest:
-        print(f"  note: the dump names the artifact {dump.artifact[:12]}, this one is {digest[:12]}")
+        print(f"  note: the dump names the artifact {_plain(dump.artifact[:12])}, this one is {digest[:12]}")
     for verdict in verdicts:
         equal = "equal" if verdict.passed else f"{verdict.different} differ"
         print(f"  {verdict.check:<10} {verdict.compared:>8} compared, {equal}{_largest(verdict)}")
@@ -204,6 +206,11 @@ def _print(path: str, dump: Dump, verdicts: list[Verdict], digest: str) -> None:
             print(f"    first: {where} {m.position}{what}")
             print(f"      expected {_value(m.expected, m.expected_bits)}")
             print(f"      found    {_value(m.found, m.found_bits)}{'' if m.ulps is None else f', {m.ulps} ulp away'}")
+
+
+def _plain(text: str) -> str:
+    """A text of a file on one line, without what would steer a terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def _largest(verdict: Verdict) -> str:

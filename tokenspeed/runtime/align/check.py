@@ -146,6 +146,8 @@ def _require_fit(engine: Engine, dump: Dump) -> None:
                     f" {info.vocab_size - 1}",
                     hint="the dump is of another model",
                 )
+    if not any(sequence.logprob for sequence in dump.sequences):
+        raise DumpError("there is nothing to compare: no sequence has a second token")
     if dump.first_logits is not None and len(dump.first_logits) != info.vocab_size:
         raise DumpError(
             f"first_logits has {len(dump.first_logits)} values, and the artifact's vocabulary {info.vocab_size}",

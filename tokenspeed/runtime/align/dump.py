@@ -29,6 +29,7 @@ from itertools import pairwise
 from typing import Any
 
 from tokenspeed.errors import DumpError, ResourceError
+from tokenspeed.runtime.sampling import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tokenspeed.tensor_file import Tensor, TensorIndex, read_index, read_tensor, write
 
 LAYOUTS = ("single", "packed")
@@ -126,6 +127,10 @@ def _read(path: str | os.PathLike[str]) -> Dump:
             raise ValueError(
                 f"{name} must be {_TENSORS[name][0]} of one dimension, not {entry.dtype} {list(entry.shape)}"
             )
+    in_order = sorted(index.entries.items(), key=lambda item: (item[1].offset, item[1].nbytes))
+    for (name, entry), (following, other) in pairwise(in_order):
+        if other.offset < entry.offset + entry.nbytes:
+            raise ValueError(f"its tensors {name} and {following} overlap")
     arrays = {name: _array(_TENSORS[name][1], read_tensor(path, index, name)) for name in index.entries}
     for name in ("logprob", "first_logits"):
         if any(map(math.isnan, arrays.get(name, ()))):
@@ -133,11 +138,13 @@ def _read(path: str | os.PathLike[str]) -> Dump:
     metadata = index.metadata
     if "commit" not in metadata:
         raise ValueError("its metadata lack 'commit': which revision of the trainer made it")
-    first_logits = arrays.get("first_logits")
+    first_logits, temperature = arrays.get("first_logits"), _temperature(metadata.get("temperature"))
+    if temperature and "prompt_lens" in arrays and "seeds" not in arrays:
+        raise ValueError(f"its replies were drawn at temperature {temperature:g}, and it has no tensor 'seeds'")
     return Dump(
         sequences=tuple(_sequences(arrays, _bounds(arrays, index))),
         **{name: metadata.get(name, "") for name in _TEXTS},
-        temperature=_temperature(metadata.get("temperature")),
+        temperature=temperature,
         first_logits=None if first_logits is None else first_logits.tolist(),
     )
 
@@ -190,7 +197,7 @@ def _temperature(text: str | None) -> float | None:
         value = float(text)
     except ValueError:
         value = math.nan
-    if not 0 <= value < math.inf:
+    if value != 0 and not MIN_TEMPERATURE <= value <= MAX_TEMPERATURE:
         raise ValueError(f"its temperature is {text[:40]!r}, which is none")
     return value
 

@@ -61,6 +61,10 @@ def allowed_path(folder: str, text: str) -> Path:
         raise WeightsError(f"cannot read the weights {text}: its links lead nowhere", param="path") from None
     if found == top or not found.is_relative_to(top):
         raise ForbiddenError(f"{text} is not below the folder from which this server takes weights", param="path")
-    if not found.is_file():
+    try:
+        is_file = found.is_file()
+    except OSError as e:  # a name that is too long
+        raise WeightsError(f"cannot read the weights {text}: {e.strerror}", param="path") from None
+    if not is_file:
         raise WeightsError(f"cannot read the weights {text}: there is no such file", param="path")
     return found
