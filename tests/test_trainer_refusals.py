@@ -129,6 +129,13 @@ def test_a_model_that_the_artifact_does_not_compute(
         trainer.align(model, artifact)
 
 
+def test_a_float32_in_the_config_is_the_number_that_the_artifact_has(model: Any, artifact: Artifact) -> None:
+    """As transformers reads it from a GGUF file."""
+    model.config.rms_norm_eps = torch.tensor(model.config.rms_norm_eps, dtype=torch.float32).item()
+    assert model.config.rms_norm_eps != 1e-5
+    trainer.align(model, artifact).detach()
+
+
 def test_a_model_that_is_aligned_already(aligned: Aligned) -> None:
     with pytest.raises(UsageError, match=r"module of the model \(LlamaForCausalLM\) has had its forward replaced"):
         trainer.align(aligned.model, aligned.artifact)

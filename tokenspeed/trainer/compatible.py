@@ -183,10 +183,16 @@ def _facts(config: Any, program: Program) -> Iterator[tuple[str, object, object]
     yield "num_hidden_layers", config.num_hidden_layers, metadata["num_layers"]
     yield "hidden_act", config.hidden_act if config.hidden_act not in _ACTIVATIONS else "silu", "silu"
     eps = next(op.attrs["eps"] for op in program.ops if op.kind == "rms_norm")
-    yield "rms_norm_eps", float(config.rms_norm_eps), eps
+    own = float(config.rms_norm_eps)
+    # As kernels have it, in float32: a config that transformers made of a GGUF file says 9.999999747378752e-06.
+    yield "rms_norm_eps", eps if _float32(own) == _float32(eps) else own, eps
     window = getattr(config, "sliding_window", None)
     if window and window < program.max_model_len:
         yield "sliding_window", window, f"none up to max_model_len = {program.max_model_len}"
+
+
+def _float32(value: object) -> float:
+    return float(torch.tensor(value, dtype=torch.float32).item())
 
 
 def _check_rotary(model: nn.Module, program: Program) -> None:
