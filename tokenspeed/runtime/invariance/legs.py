@@ -105,7 +105,7 @@ def preempted(bench: Bench, seed: int, done: Done) -> LegRuns:
             where = "with" if prefix_index else "without"
             found.problem = (
                 f"nothing was preempted in the engine {where} a prefix index: the requests are too few, or too short"
-                " for pages of this size"
+                " for pages of this size (ask for more --tokens, or bring more prompts)"
             )
     return found
 
