@@ -186,6 +186,10 @@ def test_pinned_solutions(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> No
     ran.refused(5, "op 'convolution' is pinned to 'native', but the program has only adjust_logits, ")
     ran = run("build", tiny_checkpoint, *out, "--force", "--solution", "linear")
     ran.refused(2, "--solution is 'linear'; it must look like OP=SOLUTION, e.g. linear=native")
+    ran = run("build", tiny_checkpoint, *out, "--force", "--solution", "linear=native", "--solution", "linear=aok")
+    ran.refused(2, "--solution pins op 'linear' twice, to native and to aok")
+    ran = run("build", tiny_checkpoint, "--print-envelope", "--numerics", "rl-bitwise", "--solution", "linear=native")
+    ran.refused(4, "numerics = rl-bitwise needs solution aok for every op; op 'linear' is pinned to native")
 
 
 def test_rl_bitwise_requires_features(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -122,6 +122,15 @@ def test_recipe_files(tmp_path: Path) -> None:
         read_recipe(tmp_path / "absent.toml")
 
 
+@pytest.mark.parametrize("name", ["dtype", "targets", "kernel_features", "numerics", "penalties", "logprob_order"])
+@pytest.mark.parametrize("value", [5, True, 1.5, [[1]], {}, {"a": 1}])
+def test_values_of_a_recipe_that_are_of_another_type(name: str, value: object) -> None:
+    if (name, value) == ("penalties", True):
+        return
+    with pytest.raises(EnvelopeError, match=rf"^{name} \(set by recipe\) is .*; it must be "):
+        resolve(model="m", max_position_embeddings=64, vocab_size=64, recipe={name: value}, default_targets=V3)
+
+
 def test_penalties_are_on_or_off() -> None:
     def resolved(value: Any) -> Any:
         envelope = resolve(

@@ -300,7 +300,7 @@ def _check(field: Field, value: Any, source: str) -> Any:
     """``value`` in canonical form, or EnvelopeError naming the field, the value found and the values possible."""
     where = f"{field.name} (set by {source})"
     if field.name == "dtype":
-        if value not in DTYPES:
+        if not isinstance(value, str) or value not in DTYPES:
             raise EnvelopeError(f"{where} is {value!r}; it must be float32 or bfloat16")
         return DTYPES[value]
     if field.name == "numerics":
@@ -308,13 +308,12 @@ def _check(field: Field, value: Any, source: str) -> Any:
             raise EnvelopeError(f"{where} is {value!r}; it must be one of {', '.join(NUMERICS)}")
         return value
     if field.name == "targets":
-        names = value.split(",") if isinstance(value, str) else list(value)
-        parsed = sorted({Target.parse(str(n).strip()) for n in names})
+        parsed = sorted({Target.parse(name.strip()) for name in _names(value, where)})
         if not parsed:
             raise EnvelopeError(f"{where} is empty; name at least one target")
         return tuple(str(t) for t in parsed)
     if field.name == "kernel_features":
-        names = value.split(",") if isinstance(value, str) else list(value)
+        names = _names(value, where)
         if unknown := sorted(set(names) - set(KERNEL_FEATURES)):
             raise EnvelopeError(f"{where} names {unknown[0]!r}; the features are {', '.join(KERNEL_FEATURES)}")
         return tuple(sorted(set(names)))
@@ -336,6 +335,14 @@ def _check(field: Field, value: Any, source: str) -> Any:
     if not (field.low or 0) <= value <= (field.high or value):
         raise EnvelopeError(f"{where} is {value}; it must lie between {field.low} and {field.high}")
     return value
+
+
+def _names(value: Any, where: str) -> list[str]:
+    """Names with commas between, or a list of them, or of Targets."""
+    names = value.split(",") if isinstance(value, str) else value
+    if not isinstance(names, list | tuple) or not all(isinstance(name, str | Target) for name in names):
+        raise EnvelopeError(f"{where} is {value!r}; it must be names with commas between, or a list of names")
+    return [str(name) for name in names]
 
 
 def _source(field: Field, source: Any) -> str:

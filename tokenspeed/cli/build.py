@@ -94,10 +94,12 @@ def _run(args: argparse.Namespace) -> int:
     if args.jobs is not None and not 1 <= args.jobs <= 1024:
         raise UsageError(f"--jobs is {args.jobs}; it must lie between 1 and 1024")
     flags = {name: getattr(args, name) for name in (*_FLAGS, "targets")}
+    solutions = builder.parse_solutions(args.solution)
     if args.print_envelope:
         envelope = builder.resolve_envelope(
             args.checkpoint, flags=flags, recipe=args.recipe, dummy_weights=args.dummy_weights
         )
+        builder.pinned_solutions(envelope, solutions)  # refuses pins that the envelope contradicts
         if args.json:
             print_json(switches.annotated(envelope.to_json()))
         else:
@@ -107,7 +109,7 @@ def _run(args: argparse.Namespace) -> int:
         args.checkpoint,
         args.output,
         recipe=args.recipe,
-        solutions=builder.parse_solutions(args.solution),
+        solutions=solutions,
         force=args.force,
         dummy_weights=args.dummy_weights,
         workers=args.jobs,

@@ -282,12 +282,13 @@ def export_onnx(
 
 def parse_solutions(pairs: Sequence[str]) -> dict[str, str]:
     """``["linear=native"]`` -> ``{"linear": "native"}``. Raises UsageError for anything else."""
-    solutions = {}
+    solutions: dict[str, str] = {}
     for pair in pairs:
         op, equals, solution = pair.partition("=")
         if not (op and equals and solution):
             raise UsageError(f"--solution is {pair!r}; it must look like OP=SOLUTION, e.g. linear=native")
-        solutions[op] = solution
+        if solutions.setdefault(op, solution) != solution:
+            raise UsageError(f"--solution pins op {op!r} twice, to {solutions[op]} and to {solution}")
     return solutions
 
 
