@@ -18,7 +18,7 @@ from tokenspeed.artifact import DIGEST, MANIFEST, Artifact
 from tokenspeed.cli import main
 from tokenspeed.compile import class_tables, cpu_proofs, probes
 from tokenspeed.compile.proof_cases import attention_case, linear_case, norm_case, sample_case
-from tokenspeed.errors import ArtifactError, SelectionError
+from tokenspeed.errors import ArtifactError, ResourceError, SelectionError
 from tokenspeed.kernels import equivalence
 from tokenspeed.kernels.native_specs import native_registry
 from tokenspeed.kernels.registry import Candidate, KernelSpec, Request
@@ -252,6 +252,9 @@ def test_the_digest_of_native_kernels_sees_code_and_not_comments(
     assert change("linear.h", "#pragma once", "// A note.\n#pragma  once /* of\nno matter */") == before
     assert change("norm.h", "#pragma once", "#pragma once\nint other_family;") == before
     assert change("simd.h", "namespace tokenspeed", "inline int kernels_include_this;\nnamespace tokenspeed") != before
+    (copy / "linear_avx2.cpp").unlink()
+    with pytest.raises(ResourceError, match=r"need the sources of linear_f32_avx2, have no .*linear_avx2.cpp"):
+        digest(("linear_f32_avx2",))
 
 
 # --- the artifact ---------------------------------------------------------------------------------

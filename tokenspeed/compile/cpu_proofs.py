@@ -32,7 +32,7 @@ from tokenspeed.compile.proof_cases import (
     sample_case,
 )
 from tokenspeed.compile.weights import pack_panel16
-from tokenspeed.errors import SelectionError
+from tokenspeed.errors import ResourceError, SelectionError
 from tokenspeed.graph import Access, Argument, Float, Int, LaunchGraph, Node, Pointer, Region, StepScalar
 from tokenspeed.kernels.equivalence import MemberJson, ProvenClass, class_key, known_classes
 from tokenspeed.kernels.native_specs import native_registry
@@ -250,12 +250,19 @@ _NATIVE = Path(kernels.__file__).resolve().parent / "native"
 
 @cache
 def native_digest(symbols: tuple[str, ...]) -> str:
-    """SHA-256 of the sources that the kernels ``symbols`` are made of, without comments and formatting."""
+    """SHA-256 of the sources that the kernels ``symbols`` are made of, without comments and formatting.
+
+    Raises ResourceError if they are not there: nothing has a digest too, and would be equal everywhere.
+    """
     files: dict[str, str] = {}
     for symbol in symbols:
         family = "attention" if symbol.startswith("paged_attention") else symbol.partition("_")[0]
         family = {"rms": "norm"}.get(family, family)
-        _collect(f"{family}_{symbol.rpartition('_')[2]}.cpp", files)
+        name = f"{family}_{symbol.rpartition('_')[2]}.cpp"
+        _collect(name, files)
+        if name not in files:
+            sources = _NATIVE / name
+            raise ResourceError(f"need the sources of {symbol}, have no {sources}", hint="install TokenSpeed anew")
     text = "\n".join(f"{name} {body}" for name, body in sorted(files.items()))
     return hashlib.sha256(text.encode()).hexdigest()
 
