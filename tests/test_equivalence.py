@@ -18,6 +18,7 @@ from tokenspeed.artifact import DIGEST, MANIFEST, Artifact
 from tokenspeed.cli import main
 from tokenspeed.compile import class_tables, cpu_proofs, probes
 from tokenspeed.compile.proof_cases import attention_case, linear_case, norm_case, sample_case
+from tokenspeed.equivalence import SUMMING
 from tokenspeed.errors import ArtifactError, ResourceError, SelectionError
 from tokenspeed.kernels import equivalence
 from tokenspeed.kernels.native_specs import native_registry
@@ -275,7 +276,7 @@ def built(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_an_rl_bitwise_artifact_records_its_proofs(built: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (entry,) = json.loads((built / "equivalence.json").read_text())["targets"]
     assert entry["target"] == str(BEST)
-    assert {c["op"] for c in entry["classes"]} == set(cpu_proofs.OPS)
+    assert {c["op"] for c in entry["classes"]} == set(SUMMING)
     for proven in entry["classes"]:
         assert proven["proven_by"] == "build" and proven["used"][0] in proven["members"] and proven["instead_of"] == []
     verify_graphs(Artifact.open(built))
@@ -312,12 +313,29 @@ def damaged(built: Path, folder: Path, change: Any) -> Path:
         (lambda entry: entry["classes"][0].update(used=[{"kernel": "another"}]), "what is used is not in the class"),
         (lambda entry: entry["classes"][0].update(rows=0), "nothing was compared"),
         (lambda entry: entry["classes"][0].pop("date"), "lacks 'date'"),
+        (lambda entry: entry.update(classes=[]), "need a class for op linear, have none"),
+        (
+            lambda entry: entry.update(classes=[c for c in entry["classes"] if c["op"] != "sample"]),
+            "for op sample, have",
+        ),
         (lambda entry: entry["classes"][0].update(members="all"), "must be a list"),
     ],
 )
 def test_a_record_that_promises_nothing_is_refused(built: Path, tmp_path: Path, change: Any, message: str) -> None:
     with pytest.raises(ArtifactError, match=message):
         verify_graphs(Artifact.open(damaged(built, tmp_path / "a", change)))
+
+
+def test_a_target_that_is_named_twice(built: Path, tmp_path: Path) -> None:
+    folder = damaged(built, tmp_path / "a", lambda entry: None)
+    data = json.loads((folder / "equivalence.json").read_text())
+    manifest = Artifact.open(built).manifest
+    (folder / "equivalence.json").write_text(json.dumps({"targets": data["targets"] * 2}))
+    (folder / MANIFEST).unlink()
+    (folder / DIGEST).unlink()
+    seal(folder, manifest)
+    with pytest.raises(ArtifactError, match=r"need the targets (cpu:[^,]*), have \1, \1"):
+        verify_graphs(Artifact.open(folder))
 
 
 def test_the_build_fails_where_a_proof_does(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,10 +11,13 @@ from typing import Any
 
 from tokenspeed.artifact import Artifact
 from tokenspeed.errors import ArtifactError
+from tokenspeed.values import read_values
 
 FILE = "equivalence.json"
 PROVEN_BY = ("build", "table")
 """``build``: the machine that built the artifact compared them; ``table``: kernels/tuning/<arch>.classes.json."""
+SUMMING = ("linear", "linear_add", "linear_silu_mul", "paged_attention", "rms_norm", "sample")
+"""Kinds of op whose bits depend on an order; the others add nothing up, and need no proof."""
 _REASON = {"member": dict, "reason": str}
 _CLASS = {
     "op": str, "dtype": str, "key": {...: int}, "members": [dict], "used": [dict], "instead_of": [dict],
@@ -38,9 +41,9 @@ def read_equivalence(artifact: Artifact) -> dict[str, list[Mapping[str, Any]]]:
         return {}
     raw = artifact.read_json(FILE, _FORM)
     found: dict[str, list[Mapping[str, Any]]] = {entry["target"]: entry["classes"] for entry in raw["targets"]}
-    targets = sorted(section.target for section in manifest.targets)
-    if sorted(found) != targets:
-        raise _malformed(artifact, f"need the targets {', '.join(targets)}, have {', '.join(sorted(found)) or 'none'}")
+    targets, named = (sorted(t) for t in ({s.target for s in manifest.targets}, (e["target"] for e in raw["targets"])))
+    if named != targets:
+        raise _malformed(artifact, f"need the targets {', '.join(targets)}, have {', '.join(named) or 'none'}")
     for target, classes in found.items():
         for proven in classes:
             where = f"{target}, {proven['op']} {proven['dtype']}"
@@ -50,6 +53,11 @@ def read_equivalence(artifact: Artifact) -> dict[str, list[Mapping[str, Any]]]:
                 raise _malformed(artifact, f"{where}: what is used is not in the class")
             if proven["rows"] <= 0 or not proven["shapes"]:
                 raise _malformed(artifact, f"{where}: nothing was compared")
+    for section in manifest.targets:
+        have = {proven["op"] for proven in found[section.target]}
+        missing = sorted({op.kind for op in read_values(artifact, section).ops if op.kind in SUMMING} - have)
+        if missing:
+            raise _malformed(artifact, f"{section.target}: need a class for op {missing[0]}, have none")
     return found
 
 

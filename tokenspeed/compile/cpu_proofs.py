@@ -42,8 +42,6 @@ from tokenspeed.step import STEP_SCALARS, align
 from tokenspeed.switches import RL_SOLUTION
 from tokenspeed.target import Target, cpu_name, missing_flags
 
-OPS = ("linear", "linear_add", "linear_silu_mul", "paged_attention", "rms_norm", "sample")
-"""Those that sum."""
 COMPILER = f"native library, kernel ABI {_native.KERNEL_ABI}"
 _WORKERS = 2
 _SLACK = 4096

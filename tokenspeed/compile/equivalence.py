@@ -7,6 +7,7 @@ from typing import Any
 
 from tokenspeed.compile import cpu_proofs
 from tokenspeed.compile.select import Decision, Selection
+from tokenspeed.equivalence import SUMMING
 from tokenspeed.kernels.equivalence import Choice, MemberJson, ProvenClass
 from tokenspeed.kernels.registry import Request
 
@@ -25,7 +26,7 @@ def prove_selection(selection: Selection) -> dict[str, Any]:
 
 def _cpu(selection: Selection) -> Iterator[tuple[ProvenClass, str, Choice]]:
     for decision in selection.decisions:
-        if decision.op in cpu_proofs.OPS:
+        if decision.op in SUMMING:
             proven, by = cpu_proofs.prove(_request(selection, decision), decision.candidates)
             yield proven, by, Choice(proven, ({"kernel": decision.chosen.symbol},), (), ())
 
