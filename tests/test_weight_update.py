@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -439,6 +440,9 @@ def test_files_that_are_none(engine: Engine, new_weights: Path, tmp_path: Path) 
         assert e.value.http_status == 400 and e.value.param == "path"
     with pytest.raises(WeightsError, match="No such file"):
         engine.update_weights(tmp_path / "none")
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(WeightsError, match="pipe: it is no ordinary file"):  # at once, though nobody writes to it
+        engine.update_weights(tmp_path / "pipe")
     with pytest.raises(WeightsError, match="Is a directory"):
         engine.update_weights(tmp_path)
     assert answers(engine) == before

@@ -7,6 +7,7 @@ may differ, for kernels read them where the build placed them. docs/weights.md h
 from __future__ import annotations
 
 import os
+import stat
 import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -124,9 +125,13 @@ def check_file(artifact: Artifact, section: TargetSection, path: str | os.PathLi
     """
     path = Path(path)
     try:
-        file = open(path, "rb")  # noqa: SIM115 (the update's to close)
+        # The update closes it. A pipe without a writer would keep its opening waiting for one.
+        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
     except OSError as e:
         raise WeightsError(f"cannot read the weights {path}: {e.strerror}", param="path") from None
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise WeightsError(f"cannot read the weights {path}: it is no ordinary file", param="path")
     found = WeightsFile(path, 0, section.weights_bytes, file)
     try:
         return replace(found, offset=_check_index(artifact, section, found))
