@@ -184,6 +184,18 @@ def test_what_is_no_file_is_refused_at_once(artifact: Path) -> None:
         path.rmdir() if path.is_dir() else path.unlink()
 
 
+def test_one_that_cannot_be_written(artifact: Path) -> None:
+    """What was found is told all the same, and nothing is left behind."""
+    path = attestation_of(artifact)
+    path.unlink()
+    path.mkdir()
+    done = cli("invariance", artifact, "--prompts", "12", "--tokens", "40", "--seed", "3", "--json")
+    found = json.loads(done.stdout)
+    assert found["passed"] and found["attestation"] is None and "cannot be written" in found["not_attested"][0]
+    assert done.returncode == 9 and f"cannot be written to {path}: Is a directory" in done.stderr
+    assert list(path.parent.iterdir()) == [path]
+
+
 def test_serve_refuses_without_one(artifact: Path) -> None:
     attestation_of(artifact).unlink()
     done = cli("serve", artifact, "--port", "0")

@@ -18,7 +18,7 @@ from tokenspeed.cli.options import (
     print_json,
     unwinding_when_told_to_stop,
 )
-from tokenspeed.errors import DivergenceError, UsageError
+from tokenspeed.errors import DivergenceError, ResourceError, UsageError
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.invariance.harness import Result
@@ -75,10 +75,18 @@ def run(args: argparse.Namespace) -> int:
     with unwinding_when_told_to_stop():  # what was started ends too
         result = harness.examine(args.artifact, options, plan, lambda folder: _worker(args, folder), bar.report)
     bar.end()
+    path: Path | None = None
+    revoked: Path | None = None
+    failed: ResourceError | None = None
     attested = attestation.attest(result) if result.passed else None
-    path = None if attested is None else attestation.write(attested, result.artifact.path)
-    revoked = None if result.passed else attestation.revoke(result.artifact.path, result.section.target)
-    lacks = attestation.lacks(result)
+    try:
+        if attested is not None:
+            path = attestation.write(attested, result.artifact.path)
+        if not result.passed:
+            revoked = attestation.revoke(result.artifact.path, result.section.target)
+    except ResourceError as e:  # what was found, in minutes or hours, is told all the same
+        failed = e
+    lacks = attestation.lacks(result) if failed is None else (failed.message,)
     if args.json:
         print_json({**result.to_json(), "attestation": path and str(path), "not_attested": list(lacks),
                     "revoked": revoked and str(revoked)})  # fmt: skip
@@ -86,6 +94,8 @@ def run(args: argparse.Namespace) -> int:
         _print(result, path, lacks)
         if revoked is not None:
             print(f"the attestation {revoked} was removed")
+    if failed is not None:
+        raise failed
     return 0 if result.passed else DivergenceError.exit_code
 
 

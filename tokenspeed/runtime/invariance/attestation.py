@@ -6,6 +6,7 @@ artifact at PATH (without ``.tar``). docs/invariance.md explains the fields.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -175,6 +176,8 @@ def write(attestation: Attestation, artifact: Path) -> Path:
             os.fsync(out.fileno())
         temporary.replace(path)
     except OSError as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         raise ResourceError(
             f"the harness passed, but its attestation cannot be written to {path}: {e.strerror}",
             hint="make the folder beside the artifact writable",
