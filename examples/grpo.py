@@ -1,5 +1,6 @@
 """Group-relative policy optimization (GRPO, arXiv:2402.03300) of a small model on a CPU, against a server.
 
+    pip install torch==2.13.0 '.[trainer]'
     tokenspeed build CHECKPOINT --recipe artifacts/recipes/smollm2-135m-rl.toml -o artifacts/rl
     tokenspeed invariance artifacts/rl
     python examples/grpo.py artifacts/rl

@@ -306,12 +306,13 @@ def test_an_artifact_that_promises_less_says_so(
     aligned.detach()
 
 
-def test_the_package_without_pytorch() -> None:
+@pytest.mark.parametrize(("module", "name"), [("torch", "PyTorch"), ("numpy", "numpy")])
+def test_the_package_without_what_it_needs(module: str, name: str) -> None:
     """It resolves on first use, and says what it needs."""
     program = (
-        "import sys, tokenspeed; assert 'torch' not in sys.modules; sys.modules['torch'] = None; tokenspeed.trainer"
+        f"import sys, tokenspeed; assert 'torch' not in sys.modules; sys.modules[{module!r}] = None; tokenspeed.trainer"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=cli_environment())
     assert done.stderr.endswith(
-        "ModuleNotFoundError: tokenspeed.trainer needs PyTorch: install it with `pip install 'tokenspeed[trainer]'`\n"
+        f"ModuleNotFoundError: tokenspeed.trainer needs {name}: install it with `pip install 'tokenspeed[trainer]'`\n"
     )

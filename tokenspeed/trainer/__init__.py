@@ -5,12 +5,16 @@ from __future__ import annotations
 
 try:
     import torch as _torch  # noqa: F401
-except ModuleNotFoundError as e:
-    raise ModuleNotFoundError(
-        "tokenspeed.trainer needs PyTorch: install it with `pip install 'tokenspeed[trainer]'`", name=e.name
-    ) from None
 
-from tokenspeed.trainer.aligned import Aligned, CausalOutput, align
-from tokenspeed.trainer.new_model import new_model
+    from tokenspeed.trainer.aligned import Aligned, CausalOutput, align
+    from tokenspeed.trainer.new_model import new_model
+except ModuleNotFoundError as e:
+    if e.name and e.name.startswith("tokenspeed"):
+        raise
+    raise ModuleNotFoundError(
+        f"tokenspeed.trainer needs {'PyTorch' if e.name == 'torch' else e.name}: install it with"
+        " `pip install 'tokenspeed[trainer]'`",
+        name=e.name,
+    ) from None
 
 __all__ = ["Aligned", "CausalOutput", "align", "new_model"]
