@@ -329,6 +329,14 @@ def test_a_digest_sees_what_a_kernel_reaches_and_no_comments(tmp_path: Path) -> 
     assert "inner" in before and "WIDTH" in before
 
 
+@pytest.mark.parametrize("name", ["", "x", ".x", "antigravity.fly", "tokenspeed.cli.main.main", "tokenspeed.kernels.x"])
+def test_a_digest_imports_kernels_only(name: str) -> None:
+    """Names of functions come from files of results and classes."""
+    with pytest.raises(ImportError):
+        source.source_digest((name,))
+    assert "antigravity" not in sys.modules
+
+
 def test_a_digest_does_not_depend_on_fields_that_new_pythons_add() -> None:
     (function,) = ast.parse("def f(x):\n    return x").body
     before = source._shape(function)
@@ -366,6 +374,11 @@ def test_packs_and_results_that_are_none(pack: Path, tmp_path: Path, capsys: pyt
     (tmp_path / "text").write_text("text")
     with pytest.raises(ArtifactError, match="is no pack made by `tokenspeed prove pack`"):
         ProofPack(tmp_path / "text")
+    data = bytearray(pack.read_bytes())
+    data[data.rindex(b"PK\x01\x02") + 6] = 188  # the version of zip that the last member needs
+    (tmp_path / "new").write_bytes(data)
+    with pytest.raises(ArtifactError, match="is no pack made by `tokenspeed prove pack`, or a part of one: zip file v"):
+        ProofPack(tmp_path / "new")
     with pytest.raises(UsageError, match="op 'embedding' has no sums to compare"):
         proving.pack(tmp_path / "x", HOPPER, ops=["embedding"])
     with pytest.raises(UsageError, match="packs are for GPUs"):
@@ -409,6 +422,12 @@ def test_the_walk_on_the_command_line(
     assert out[0] == "rms_norm bfloat16 H=32: 1 equal, 0 out, 257 rows of each" and "1 cases on NVIDIA H200" in out[1]
     assert main(["prove", "show", "--target", "cuda:sm_90a"]) == 0
     assert "nothing was proven for cuda:sm_90a" in capsys.readouterr().err
+    for name, nothing in (("rows", 0), ("functions", [])):
+        results = json.loads(Path(found).read_text())
+        results["cases"][0][name] = nothing
+        (tmp_path / "nothing.json").write_text(json.dumps(results))
+        assert main(["prove", "merge", str(tmp_path / "nothing.json")]) == ArtifactError.exit_code
+        assert "its case rms_norm H=32 compared nothing" in capsys.readouterr().err
     assert main(["prove", "merge", found]) == 0
     assert capsys.readouterr().out.endswith("1 added, 0 replaced, 1 classes for cuda:sm_90a\n")
     assert main(["prove", "show", "--target", "cuda:sm_90a"]) == 0

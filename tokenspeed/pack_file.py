@@ -191,7 +191,7 @@ class PackFile(Generic[Contents]):
             self._zip = zipfile.ZipFile(path)
         except OSError as e:
             raise ArtifactError(f"no pack at {path}: {e.strerror or e}", hint=f"make one with `{made_by}`") from None
-        except zipfile.BadZipFile as e:
+        except (zipfile.BadZipFile, NotImplementedError) as e:  # the latter: of a version that nobody has yet
             raise ArtifactError(
                 f"{path} is no pack made by `{made_by}`, or a part of one: {e}", hint="copy it again"
             ) from None

@@ -18,14 +18,18 @@ from types import ModuleType
 from typing import Any
 
 _PROJECT = "tokenspeed."
+_KERNELS = "tokenspeed.kernels."
 
 
 @cache
 def source_digest(functions: tuple[str, ...]) -> str:
-    """SHA-256 of the kernels named ``module.function``, in any order."""
+    """SHA-256 of the kernels named ``module.function``, in any order. Raises ImportError for what is none of the
+    project's modules: names come from files, and nothing else is imported for them."""
     parts: dict[str, str] = {}
     for name in functions:
         module, _, function = name.rpartition(".")
+        if not module.startswith(_KERNELS):
+            raise ImportError(f"{name!r} names no kernel of {_KERNELS}*")
         _collect(getattr(importlib.import_module(module), function), parts)
     text = "\n".join(f"{name} {body}" for name, body in sorted(parts.items()))
     return hashlib.sha256(text.encode()).hexdigest()

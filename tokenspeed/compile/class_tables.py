@@ -96,6 +96,8 @@ def _classes(raw: Mapping[str, Any], _: Target) -> list[ProvenClass]:
     json_check.check(raw, _RESULTS)
     cases: dict[Any, list[Mapping[str, Any]]] = {}
     for case in raw["cases"]:
+        if case["rows"] < 1 or not case["functions"]:
+            raise ValueError(f"its case {case['op']} {case['shape']} compared nothing")
         cases.setdefault(class_key(case["op"], case["dtype"], case["key"]), []).append(case)
     return [proven for group in cases.values() if (proven := proven_class(group, raw)) is not None]
 
