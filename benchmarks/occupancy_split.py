@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.append(str(Path(__file__).resolve().parent.parent))  # the checkout, where nothing is installed
 
 from tokenspeed.bucket import Bucket
 from tokenspeed.compile import select

@@ -281,7 +281,7 @@ def test_doctor(run: Run) -> None:
     assert [t["target"] for t in report.json["targets"]] == list(ALL_TARGETS)
     on_cpu = [t for t in report.json["targets"] if t["target"].startswith("cpu:")]
     assert [t["target"] for t in on_cpu if t["runs"]] == [str(t) for t in runnable_targets()]
-    assert report.json["extras"]["build"] == {"installed": True, "missing": []}
+    assert report.json["extras"]["build"] == report.json["extras"]["trainer"] == {"installed": True, "missing": []}
     text = run("doctor").out
     assert text.startswith(f"tokenspeed {__version__} on Python ") and "kernel ABI" in text
     for target in report.json["targets"]:

@@ -16,7 +16,12 @@ if TYPE_CHECKING:
     from tokenspeed.runtime.places import Found, Gpu
 
 # What each extra brings, by the module that shows it is there.
-_EXTRAS = {"build": ("numpy", "ml_dtypes", "safetensors", "gguf", "tqdm", "triton"), "onnx": ("onnx",)}
+_EXTRAS = {
+    "build": ("numpy", "ml_dtypes", "safetensors", "gguf", "tqdm", "triton"),
+    "trainer": ("torch", "transformers"),
+    "onnx": ("onnx",),
+    "kv-events": ("zmq", "msgspec"),
+}
 _CPU_BUILDER = tuple(name for name in _EXTRAS["build"] if name != "triton")
 """What building for a CPU takes: no compiler."""
 _CPU_PROVEN = "tested on machines of this kind"
