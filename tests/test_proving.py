@@ -422,12 +422,15 @@ def test_the_walk_on_the_command_line(
     assert out[0] == "rms_norm bfloat16 H=32: 1 equal, 0 out, 257 rows of each" and "1 cases on NVIDIA H200" in out[1]
     assert main(["prove", "show", "--target", "cuda:sm_90a"]) == 0
     assert "nothing was proven for cuda:sm_90a" in capsys.readouterr().err
-    for name, nothing in (("rows", 0), ("functions", [])):
+    for name, nothing, message in (
+        ("rows", 0, "its case rms_norm H=32 compared nothing"), ("functions", [], "its case rms_norm H=32 compared"),
+        ("classes", [[]], "the class of rms_norm bfloat16 has no members"), ("rows", 1 << 70, "rows is 11805"),
+    ):  # fmt: skip
         results = json.loads(Path(found).read_text())
         results["cases"][0][name] = nothing
         (tmp_path / "nothing.json").write_text(json.dumps(results))
         assert main(["prove", "merge", str(tmp_path / "nothing.json")]) == ArtifactError.exit_code
-        assert "its case rms_norm H=32 compared nothing" in capsys.readouterr().err
+        assert message in capsys.readouterr().err
     assert main(["prove", "merge", found]) == 0
     assert capsys.readouterr().out.endswith("1 added, 0 replaced, 1 classes for cuda:sm_90a\n")
     assert main(["prove", "show", "--target", "cuda:sm_90a"]) == 0

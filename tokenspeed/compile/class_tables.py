@@ -99,7 +99,8 @@ def _classes(raw: Mapping[str, Any], _: Target) -> list[ProvenClass]:
         if case["rows"] < 1 or not case["functions"]:
             raise ValueError(f"its case {case['op']} {case['shape']} compared nothing")
         cases.setdefault(class_key(case["op"], case["dtype"], case["key"]), []).append(case)
-    return [proven for group in cases.values() if (proven := proven_class(group, raw)) is not None]
+    found = [proven for group in cases.values() if (proven := proven_class(group, raw)) is not None]
+    return [ProvenClass.from_json(proven.to_json()) for proven in found]  # what is written can be read again
 
 
 def proven_class(cases: Sequence[Mapping[str, Any]], run: Mapping[str, Any]) -> ProvenClass | None:
