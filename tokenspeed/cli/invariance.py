@@ -186,9 +186,9 @@ def _divergence(result: Result) -> str:
     d, c = result.divergence, result.culprit
     assert d is not None
     data = d.to_json()
-    number = sum(leg.num_divergent for leg in result.legs)
+    number, legs = sum(leg.num_divergent for leg in result.legs), len(result.legs) - 1
     lines = [
-        f"{number} outcome{'s' if number > 1 else ''} of {len(result.legs) - 1} legs differ. The first:",
+        f"{number} outcome{'s' * (number > 1)} of {legs} leg{'s' * (legs > 1)} differ{'s' * (number == 1)}. The first:",
         f"  leg {d.leg}, {d.name}, position {d.position} ({'prompt' if d.in_prompt else 'reply'})",
         f"  expected  {_found(data['expected'])}",
         f"  found     {_found(data['found'])}",
