@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -290,6 +291,9 @@ def test_files_that_are_none(greedy: Dump, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(DumpError, match="it is cut short: tensor"):
         read_dump(path)
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DumpError, match="it is no ordinary file"):  # at once, though nobody writes to it
+        read_dump(tmp_path / "pipe")
     with pytest.raises(DumpError, match=r"cannot read the dump .*No such file"):
         read_dump(tmp_path / "none")
     for bad, text in [

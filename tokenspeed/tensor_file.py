@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -65,8 +66,12 @@ def read_index(path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | N
         OSError: it cannot be read.
         ValueError: it is not such a file, or is damaged or cut short; the text says how.
     """
-    with open(path, "rb") as file:
-        size = os.fstat(file.fileno()).st_size - offset if nbytes is None else nbytes
+    # A pipe without a writer would keep its opening waiting for one.
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise ValueError("it is no ordinary file")
+        size = status.st_size - offset if nbytes is None else nbytes
         file.seek(offset)
         first = file.read(_LENGTH_BYTES)
         length = int.from_bytes(first, "little")
