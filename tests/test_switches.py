@@ -11,7 +11,8 @@ from tiny_artifact import write_checkpoint
 
 from tokenspeed import switches
 from tokenspeed.compile import models
-from tokenspeed.compile.build import build, pinned_solutions, resolve_envelope
+from tokenspeed.compile.build import build, resolve_envelope
+from tokenspeed.compile.promise import pinned_solutions
 from tokenspeed.envelope import Envelope, resolve
 from tokenspeed.errors import EnvelopeError, SelectionError
 from tokenspeed.target import Target
@@ -152,7 +153,7 @@ def test_pins_of_solutions() -> None:
 def test_models_must_declare_a_verified_envelope(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoint = write_checkpoint(tmp_path / "tiny")
     monkeypatch.setattr(models, "VERIFIED", {"llama": ("float32",)})
-    monkeypatch.setattr("tokenspeed.compile.build.VERIFIED", models.VERIFIED)
+    monkeypatch.setattr("tokenspeed.compile.promise.VERIFIED", models.VERIFIED)
     flags = {"numerics": "rl-bitwise", "max_model_len": 128}
     assert resolve_envelope(checkpoint, flags={**flags, "dtype": "float32"}).numerics == "rl-bitwise"
     with pytest.raises(EnvelopeError, match="verified envelope in bfloat16; architecture 'llama' declares float32"):

@@ -94,12 +94,13 @@ def _run(args: argparse.Namespace) -> int:
     if args.jobs is not None and not 1 <= args.jobs <= 1024:
         raise UsageError(f"--jobs is {args.jobs}; it must lie between 1 and 1024")
     flags = {name: getattr(args, name) for name in (*_FLAGS, "targets")}
-    solutions = builder.parse_solutions(args.solution)
+    promise = require_builder("tokenspeed.compile.promise")
+    solutions = promise.parse_solutions(args.solution)
     if args.print_envelope:
         envelope = builder.resolve_envelope(
             args.checkpoint, flags=flags, recipe=args.recipe, dummy_weights=args.dummy_weights
         )
-        builder.pinned_solutions(envelope, solutions)  # refuses pins that the envelope contradicts
+        promise.pinned_solutions(envelope, solutions)  # refuses pins that the envelope contradicts
         if args.json:
             print_json(switches.annotated(envelope.to_json()))
         else:

@@ -33,16 +33,16 @@ from tokenspeed.compile.code_cache import default_cache
 from tokenspeed.compile.dummy_weights import DummyCheckpoint
 from tokenspeed.compile.equivalence import prove_selection
 from tokenspeed.compile.lower import Binary, LoweredTarget, TargetPlan, lower_target, plan_target
-from tokenspeed.compile.models import VERIFIED, build_program
-from tokenspeed.compile.orders import Orders
+from tokenspeed.compile.models import build_program
 from tokenspeed.compile.passes import CPU_PASSES, run_passes
 from tokenspeed.compile.program import Program
+from tokenspeed.compile.promise import envelope_of, orders_of, pinned_solutions
 from tokenspeed.compile.tokenizer import load_tokenizer
 from tokenspeed.compile.verify import verify
 from tokenspeed.compile.weights import WeightPlan, write_weights
-from tokenspeed.envelope import Envelope, read_recipe, resolve
+from tokenspeed.envelope import Envelope
 from tokenspeed.equivalence import FILE as EQUIVALENCE
-from tokenspeed.errors import CheckpointError, EnvelopeError, UsageError
+from tokenspeed.errors import CheckpointError, UsageError
 from tokenspeed.kernels.native_specs import native_registry
 from tokenspeed.kernels.registry import DeviceKernel, Registry
 from tokenspeed.publish import destination, publishing, seal
@@ -124,7 +124,7 @@ def build(
     cache = default_cache() if cache == "default" else cache
     with progress.stage("checkpoint"):
         source = _open(checkpoint, dummy_weights)
-        envelope = _envelope(source, flags, recipe)
+        envelope = envelope_of(source, flags, recipe)
         solutions = pinned_solutions(envelope, solutions or {})
         tokenizer = asdict(source.tokenizer())
         _check_texts(tokenizer)
@@ -138,7 +138,7 @@ def build(
             max_model_len=envelope.max_model_len,
             page_size=envelope.page_size,
             penalties=envelope.penalties,
-            orders=_orders(envelope),
+            orders=orders_of(envelope),
         )
         verify(program)
         fused = run_passes(program, CPU_PASSES)
@@ -255,7 +255,7 @@ def resolve_envelope(
     dummy_weights: int | None = None,
 ) -> Envelope:
     """The envelope that ``build`` would use."""
-    return _envelope(_open(checkpoint, dummy_weights), flags, recipe)
+    return envelope_of(_open(checkpoint, dummy_weights), flags, recipe)
 
 
 def _open(checkpoint: str | Path, dummy_weights: int | None) -> Checkpoint:
@@ -271,79 +271,13 @@ def export_onnx(
     progress = progress or Progress()
     with progress.stage("checkpoint"):
         source = open_checkpoint(checkpoint)
-        envelope = _envelope(source, {"dtype": "float32", "max_model_len": max_model_len}, None)
+        envelope = envelope_of(source, {"dtype": "float32", "max_model_len": max_model_len}, None)
     with progress.stage("program"):
         program = build_program(
             source.config, dtype="float32", max_model_len=envelope.max_model_len, page_size=envelope.page_size
         )
     with progress.stage("onnx"):
         write(program, source.read, path)
-
-
-def parse_solutions(pairs: Sequence[str]) -> dict[str, str]:
-    """``["linear=native"]`` -> ``{"linear": "native"}``. Raises UsageError for anything else."""
-    solutions: dict[str, str] = {}
-    for pair in pairs:
-        op, equals, solution = pair.partition("=")
-        if not (op and equals and solution):
-            raise UsageError(f"--solution is {pair!r}; it must look like OP=SOLUTION, e.g. linear=native")
-        if solutions.setdefault(op, solution) != solution:
-            raise UsageError(f"--solution pins op {op!r} twice, to {solutions[op]} and to {solution}")
-    return solutions
-
-
-def pinned_solutions(envelope: Envelope, solutions: Mapping[str, str]) -> dict[str, str]:
-    """Kind of op -> the only solution allowed for it: what the caller pins, and what switches of the envelope do.
-
-    Raises EnvelopeError where they contradict one another, or numerics = rl-bitwise.
-    """
-    pinned = dict(solutions)
-    backend = envelope.switch("sampling_backend")
-    if backend != "auto" and pinned.setdefault("sample", backend) != backend:
-        raise EnvelopeError(
-            f"sampling_backend is {backend}, but op 'sample' is pinned to {pinned['sample']}", hint="set one of the two"
-        )
-    needed = envelope.pinned_solution
-    for op, solution in sorted(pinned.items()):
-        if needed is not None and solution != needed:
-            raise EnvelopeError(
-                f"numerics = rl-bitwise needs solution {needed} for every op; op {op!r} is pinned to {solution}, and"
-                " the mode only tightens what nobody chose",
-                hint=f"leave --solution {op}={solution} out, or build with --numerics auto",
-            )
-    return pinned
-
-
-def _envelope(source: Checkpoint, flags: Mapping[str, Any], recipe: str | Path | None) -> Envelope:
-    envelope = _resolve(source, flags, recipe)
-    architecture = source.config.architecture
-    verified = VERIFIED.get(architecture, ())
-    if envelope.numerics == "rl-bitwise" and envelope.dtype not in verified:
-        raise EnvelopeError(
-            f"numerics = rl-bitwise needs a model that declares a verified envelope in {envelope.dtype}; architecture"
-            f" {architecture!r} declares {', '.join(verified) or 'none'}",
-            hint="build with --numerics auto, or have `tokenspeed invariance` verify the family and declare it in"
-            " tokenspeed/compile/models",
-        )
-    return envelope
-
-
-def _resolve(source: Checkpoint, flags: Mapping[str, Any], recipe: str | Path | None) -> Envelope:
-    return resolve(
-        model=source.config.name,
-        max_position_embeddings=source.config.max_position_embeddings,
-        vocab_size=source.config.vocab_size,
-        flags=flags,
-        recipe=None if recipe is None else read_recipe(Path(recipe)),
-    )
-
-
-def _orders(envelope: Envelope) -> Orders:
-    return Orders(
-        logprob_shards=envelope.switch("logprob_shards"),
-        layer_boundary_norm=envelope.switch("layer_boundary_norm"),
-        rope_table_device=envelope.switch("rope_table_device"),
-    )
 
 
 def _weight_files(lowered: Sequence[LoweredTarget]) -> dict[WeightPlan, str]:
