@@ -1,12 +1,15 @@
 """What the numerics switches cost: artifacts of one checkpoint that differ in them alone, measured in turns.
 
     python benchmarks/numerics_cost.py CHECKPOINT [--target T] [--dtype D] [--dummy-weights SEED]
-        [--variants rl-bitwise,unfused,...] [--decode 1,8,32] [--prefill 512,2048] [--rounds 3] [--json]
+        [--variants rl-bitwise,...] [--decode 1,8,32] [--prefill 512,2048] [--rounds 3] [--together] [--json]
 
 Each variant is built beside `auto` (the builds stay in --folder and are used again), then `tokenspeed bench` runs on
 each in turn, in a process of its own, --rounds times, the order reversed from round to round. A cost is the time of a
 token in a variant over that of `auto` in the same round, less one; the median over the rounds counts. Needs the extra
 `build` and the `tokenspeed` command (--tokenspeed). Look at the load average first.
+
+With --together one process has all artifacts loaded and runs one case on each in turn, for about a second each: for
+machines whose speed drifts from one process to the next, and artifacts that fit in memory side by side.
 """
 
 from __future__ import annotations
@@ -50,6 +53,8 @@ def main() -> int:
     arguments.add_argument("--decode", default="1,8,32", metavar="N,...", help="sequences (default: %(default)s)")
     arguments.add_argument("--prefill", default="512,2048", metavar="N,...", help="tokens (default: %(default)s)")
     arguments.add_argument("--rounds", type=int, default=3, help="default: %(default)s")
+    arguments.add_argument("--together", action="store_true", help="all of them in one process")
+    arguments.add_argument("--kv-gib", type=float, default=1.0, help="of each engine, with --together (default: 1)")
     arguments.add_argument(
         "--folder", type=Path, metavar="DIR", help="where the artifacts are (default: a temporary one)"
     )
@@ -63,7 +68,7 @@ def main() -> int:
         folder = args.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         paths = {name: build(args, name, folder) for name in names}
-        runs = measure(args, paths)
+        runs = (measure_together if args.together else measure)(args, paths)
     report = summary(runs)
     if args.json:
         print(json.dumps({"load_average": os.getloadavg()[0], "variants": report, "runs": runs}, indent=1))
@@ -93,6 +98,32 @@ def measure(args: argparse.Namespace, paths: dict[str, Path]) -> list[dict[str, 
         found = {name: bench(args, paths[name]) for name in order}
         runs.append({name: found[name] for name in paths})
         print(f"round {number + 1} of {args.rounds}", file=sys.stderr)
+    return runs
+
+
+def measure_together(args: argparse.Namespace, paths: dict[str, Path]) -> list[dict[str, Any]]:
+    """As ``measure``, case by case, by engines that take turns in this process."""
+    from tokenspeed import load
+    from tokenspeed.runtime.bench import Case, run_case
+    from tokenspeed.runtime.loader import LoadOptions
+
+    kinds = (("decode", args.decode), ("prefill", args.prefill))
+    cases = [Case(kind, int(size)) for kind, sizes in kinds for size in sizes.split(",") if size]
+    engines = {name: load(path, options=LoadOptions(kv_gib=args.kv_gib)) for name, path in paths.items()}
+    runs: list[dict[str, Any]] = [
+        {name: {"artifact": e.info.artifact_digest, "target": e.info.target, "device": e.info.device,
+                "seconds_per_token": {}} for name, e in engines.items()}
+        for _ in range(args.rounds)
+    ]  # fmt: skip
+    for case in cases:
+        for engine in engines.values():
+            run_case(engine, case, seed=args.rounds)  # memory is handed out on first use
+        for number, run in enumerate(runs):
+            for name in list(engines)[:: -1 if number % 2 else 1]:
+                run[name]["seconds_per_token"][str(case)] = 1 / run_case(engines[name], case, seed=number)
+        print(f"{case} done", file=sys.stderr)
+    for engine in engines.values():
+        engine.close()
     return runs
 
 

@@ -21,6 +21,7 @@ from tokenspeed.bucket import Bucket
 from tokenspeed.cli.main import COMMANDS, build_parser, parse
 from tokenspeed.envelope import FIELDS
 from tokenspeed.step import PlacedTensor
+from tokenspeed.switches import SWITCHES
 from tokenspeed.target import runnable_targets
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -321,11 +322,22 @@ def test_limits_of_the_envelope_change_no_bits(workplace: Path, dtype: str) -> N
     assert outcome(build(workplace, "large", dtype=dtype, **larger)) == expected
 
 
-def test_rl_bitwise_builds_the_graphs_of_auto(workplace: Path) -> None:
-    auto, strict = (artifact.Artifact.open(build(workplace, n, numerics=n)) for n in ("auto", "rl-bitwise"))
-    reports = ("selection.json", "equivalence.json")
-    files = [{n: f for n, f in a.manifest.files.items() if n not in reports} for a in (auto, strict)]
-    assert files[0] == files[1]
+def test_rl_bitwise_and_its_switches_build_the_graphs_of_auto(workplace: Path) -> None:
+    def files(built: artifact.Artifact) -> dict[str, Any]:
+        return {n: f for n, f in built.manifest.files.items() if n not in ("selection.json", "equivalence.json")}
+
+    def opened(name: str, **flags: Any) -> artifact.Artifact:
+        return artifact.Artifact.open(build(workplace, name, **flags))
+
+    auto, strict = opened("auto"), opened("rl", numerics="rl-bitwise")
+    assert files(auto) == files(strict)
     assert strict.manifest.envelope.required_features and not auto.manifest.envelope.required_features
     for feature in strict.manifest.envelope.required_features:
         assert feature in strict.read("selection.json").decode()
+    table = section((ROOT / "docs" / "numerics.md").read_text(), "### The tree of switches")
+    rows = re.findall(r"^\| `\.?([\w.]+)` \|.*\| 0 \| 0 \|$", table, re.MULTILINE)
+    free = [switch for switch in SWITCHES if any(switch.path.endswith(row) for row in rows)]
+    assert {s.name for s in free} >= {"kernels_deterministic", "sampling_deterministic", "batch_invariance"}
+    for switch in free:
+        value = switch.needed[0] if switch.needed else switch.default
+        assert files(opened(switch.name, **{switch.name: value})) == files(auto), switch.name
