@@ -192,7 +192,7 @@ def test_a_runtime_that_is_not_closed_fails(
 
 
 def test_what_counts_as_after_ready(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tokenspeed.runtime.guard.COMPILERS", frozenset({"torch"}))  # other tests import Triton
+    monkeypatch.setattr("tokenspeed.runtime.guard.COMPILERS", frozenset({"pycuda"}))  # which no test imports
     assert after_ready({"graphs_loaded_after_seal": 2, "allocations_after_seal": 1}) == {
         "compilations": 0, "module_loads": 0, "captures": 0, "instantiations": 2, "allocations": 1,
     }  # fmt: skip
@@ -201,9 +201,9 @@ def test_what_counts_as_after_ready(monkeypatch: pytest.MonkeyPatch) -> None:
         "graphs_loaded_after_seal": 4, "graph_instantiations_after_seal": 5, "allocations_after_seal": 6,
     }  # fmt: skip
     assert list(after_ready(gpu).values()) == [1, 2, 3, 5, 6]
-    monkeypatch.setitem(__import__("sys").modules, "torch", object())
+    monkeypatch.setitem(__import__("sys").modules, "pycuda", object())
     assert after_ready(gpu)["compilations"] == 2
-    assert compilers() == {"torch"} and after_ready(gpu, compilers())["compilations"] == 1  # it was there before
+    assert compilers() == {"pycuda"} and after_ready(gpu, compilers())["compilations"] == 1  # it was there before
 
 
 def test_percentiles_and_host_times() -> None:
