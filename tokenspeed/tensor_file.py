@@ -59,6 +59,11 @@ class Tensor:
     data: bytes = field(repr=False)
 
 
+def open_at_once(path: str, flags: int) -> int:
+    """An ``opener`` for files that others name: a pipe without a writer would keep its opening waiting for one."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def read_index(path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | None = None) -> TensorIndex:
     """The header of the file at ``path``, or of ``nbytes`` that begin at ``offset`` in it.
 
@@ -66,8 +71,7 @@ def read_index(path: str | os.PathLike[str], *, offset: int = 0, nbytes: int | N
         OSError: it cannot be read.
         ValueError: it is not such a file, or is damaged or cut short; the text says how.
     """
-    # A pipe without a writer would keep its opening waiting for one.
-    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+    with open(path, "rb", opener=open_at_once) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise ValueError("it is no ordinary file")

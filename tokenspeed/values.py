@@ -79,11 +79,6 @@ class StepValues:
         }
         return ("{\n" + ",\n".join(_lines(parts)) + "\n}\n").encode()
 
-    def op_of(self, node: str) -> StepOp | None:
-        """The op that the graph's node ``node`` belongs to; None for one that serves no op, as a GPU's first."""
-        name = node.partition("/")[0]
-        return next((op for op in self.ops if op.name == name), None)
-
 
 def _lines(parts: Mapping[str, list[Any]]) -> Iterator[str]:
     for name, items in parts.items():

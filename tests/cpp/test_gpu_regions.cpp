@@ -6,29 +6,12 @@
 #include <thread>
 
 #include "gpu_fixture.h"
+#include "temp_file.h"
 
 using namespace tokenspeed::device;
 using namespace tokenspeed::device::gpu;
 
 namespace {
-
-using Bytes = std::vector<std::byte>;
-
-struct TempFile {
-  std::string path = "/tmp/tokenspeed_test_XXXXXX";
-  explicit TempFile(const Bytes& contents) {
-    const int fd = mkstemp(path.data());
-    CHECK(fd >= 0 && write(fd, contents.data(), contents.size()) == static_cast<ssize_t>(contents.size()));
-    close(fd);
-  }
-  ~TempFile() { unlink(path.c_str()); }
-};
-
-Bytes counted_bytes(size_t count, unsigned factor) {
-  Bytes bytes(count);
-  for (size_t i = 0; i < count; ++i) bytes[i] = static_cast<std::byte>((i * factor) >> 13);
-  return bytes;
-}
 
 constexpr uint64_t kBytes = 100000;
 const Bytes kOld = counted_bytes(kBytes, 2654435761u), kNew = counted_bytes(kBytes + 777, 40503u);

@@ -12,29 +12,12 @@
 #include "device/cpu_device.h"
 #include "device/errors.h"
 #include "graph_bytes.h"
+#include "temp_file.h"
 #include "test.h"
 
 using namespace tokenspeed::device;
 
 namespace {
-
-using Bytes = std::vector<std::byte>;
-
-struct TempFile {
-  std::string path = "/tmp/tokenspeed_test_XXXXXX";
-  explicit TempFile(const Bytes& contents) {
-    const int fd = mkstemp(path.data());
-    CHECK(fd >= 0 && write(fd, contents.data(), contents.size()) == static_cast<ssize_t>(contents.size()));
-    close(fd);
-  }
-  ~TempFile() { unlink(path.c_str()); }
-};
-
-Bytes counted_bytes(size_t count, unsigned factor) {
-  Bytes bytes(count);
-  for (size_t i = 0; i < count; ++i) bytes[i] = static_cast<std::byte>((i * factor) >> 13);
-  return bytes;
-}
 
 std::string error_of(const std::function<void()>& body) {
   try {

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 
 from tokenspeed.artifact import Artifact, TargetSection
 from tokenspeed.errors import ArtifactError, UsageError, WeightsError
-from tokenspeed.tensor_file import TensorEntry, TensorIndex, read_index
+from tokenspeed.tensor_file import TensorEntry, TensorIndex, open_at_once, read_index
 
 UNKNOWN_VERSION = "unknown"
 """Of weights after an update that ended half-way: no request runs until another has gone well."""
@@ -125,8 +125,7 @@ def check_file(artifact: Artifact, section: TargetSection, path: str | os.PathLi
     """
     path = Path(path)
     try:
-        # The update closes it. A pipe without a writer would keep its opening waiting for one.
-        file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+        file = open(path, "rb", opener=open_at_once)  # noqa: SIM115 (the update closes it)
     except OSError as e:
         raise WeightsError(f"cannot read the weights {path}: {e.strerror}", param="path") from None
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -23,6 +23,7 @@ from tokenspeed.artifact import DEVICE_LIBRARY, Artifact, TargetSection
 from tokenspeed.errors import AttestationError, ResourceError
 from tokenspeed.runtime.invariance.plan import LEAST_PROMPTS, LEAST_TOKENS, LEGS
 from tokenspeed.target import Target
+from tokenspeed.tensor_file import open_at_once
 
 if TYPE_CHECKING:
     from tokenspeed.runtime.invariance.harness import Result
@@ -217,7 +218,7 @@ def require(artifact: Artifact, section: TargetSection) -> Attestation:
 
 def _read(path: Path, section: TargetSection) -> dict[str, Any]:
     try:
-        with open(path, "rb", opener=_open_at_once) as file:
+        with open(path, "rb", opener=open_at_once) as file:
             raw = file.read(_MOST_BYTES + 1)
     except FileNotFoundError:
         raise _refused(f"need {path} for {section.target}, have no such file") from None
@@ -244,11 +245,6 @@ def _read(path: Path, section: TargetSection) -> dict[str, Any]:
             f" {tokens}"
         )
     return dict(data)
-
-
-def _open_at_once(path: str, flags: int) -> int:
-    """A pipe that nobody writes to is empty; one that waits for a writer would keep a server from starting."""
-    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _refused(reason: str) -> AttestationError:
